@@ -1,0 +1,1 @@
+"""Read-only questions about a model: redundancy of keys and values, perplexity, cache bytes, reports."""

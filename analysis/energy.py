@@ -1,0 +1,183 @@
+"""Keys and values of one layer, weighted by what errors in them do, as one joint signal.
+
+Keys are weighted by the second moment of the queries that meet them (a logit error is q·δk), values by the output
+blocks that read them. What a latent of width R can keep of the joint signal decides how well a layer folds, hence the
+analysis and the closed-form conversion share this module. See "How the fold works" in the README.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..model import AttentionTraits, AttentionWeights, Family
+from ..model.rotary import rotate
+from .moments import LayerMoments
+
+DEFAULT_BALANCE = 0.1
+KEY_BLEND = 0.05  # share of plain moments in the key moments, so that no direction of the input counts for nothing
+VALUE_BLEND = 0.05  # the same for the value moments
+QUERY_FLOOR = 1e-3  # of the largest query moment: a direction no query of the calibration text used still counts
+INPUT_FLOOR = 1e-6  # of the mean input moment: directions that the calibration text did not visit
+NO_DATA_DISTANCE = 512  # tokens; without text all distances up to here count alike
+
+
+@dataclass(frozen=True)
+class WeightedLayer:
+    """One layer's keys and values as maps of the input x̃ = [x, 1], with the weights of their errors. All float64.
+
+    Attributes:
+        key, value: maps ``[KV, d, D + 1]``; the last column is the bias.
+        key_root, key_unroot: square root of M_k and its inverse, ``[KV, d, d]``.
+        value_root, value_unroot: square root of M_v and its pseudo-inverse, ``[KV, d, d]``.
+        moment: second moment of x̃ in which the joint signal is measured, ``[D + 1, D + 1]``.
+        value_moments: for each KV head the second moment on which its value map is fitted, ``[KV, D + 1, D + 1]``.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_root: torch.Tensor
+    key_unroot: torch.Tensor
+    value_root: torch.Tensor
+    value_unroot: torch.Tensor
+    moment: torch.Tensor
+    value_moments: torch.Tensor
+
+    @property
+    def heads(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        return self.key.shape[1]
+
+    def joint(self, heads: list[int], balance: float) -> tuple[torch.Tensor, float]:
+        """J = [M_k^½ W_kᵀ; √(λ·scale) M_v^½ W_vᵀ] of some heads, ``[2·n·d, D + 1]``, and √(λ·scale).
+
+        ``scale`` makes the energies of the layer's weighted keys and values equal, so that λ = ``balance`` says how
+        much an error in the values counts against one in the keys.
+        """
+        keys = self.key_root @ self.key
+        values = self.value_root @ self.value
+        factor = (balance * _energy(keys, self.moment) / _energy(values, self.moment).clamp(min=1e-300)).sqrt().item()
+        return torch.cat((keys[heads].flatten(0, 1), factor * values[heads].flatten(0, 1))), factor
+
+    def spectrum(self, heads: list[int], balance: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Energies of the joint signal of some heads, largest first, ``[2·n·d]``, and their directions in columns."""
+        rows, _ = self.joint(heads, balance)
+        energies, directions = torch.linalg.eigh(rows @ self.moment @ rows.T)
+        return energies.flip(0).clamp(min=0), directions.flip(1)
+
+    def head_groups(self, span: str) -> list[list[int]]:
+        """Heads that share a latent: all of them together, or each alone (span ``head``)."""
+        return [list(range(self.heads))] if span == "all" else [[head] for head in range(self.heads)]
+
+    def kept_shares(self, widths: list[int], span: str, balance: float = DEFAULT_BALANCE) -> list[float]:
+        """Share of the joint energy that latents of these widths keep (span ``head``: equally many columns a head)."""
+        groups = self.head_groups(span)
+        energies = [self.spectrum(group, balance)[0] for group in groups]
+        total = sum(float(part.sum()) for part in energies)
+        return [sum(float(part[: width // len(groups)].sum()) for part in energies) / total for width in widths]
+
+
+def weigh(
+    weights: AttentionWeights,
+    traits: AttentionTraits,
+    moments: LayerMoments | None,
+    frequencies: torch.Tensor | None,
+) -> WeightedLayer:
+    """Weigh a layer's keys and values.
+
+    Args:
+        weights: the layer's projections. traits: its heads.
+        moments: statistics of calibration text; None: the identity, which stands for no data.
+        frequencies: RoPE's angle per token of each rotary pair, ``[pairs]``; None: keys are not rotated.
+    """
+    kv, d, group = traits.key_value_heads, traits.head_dim, traits.query_heads // traits.key_value_heads
+    if moments is None:
+        inputs = key_moment = torch.eye(traits.width + 1, dtype=torch.float64)
+        value_moments = inputs.expand(kv, -1, -1)
+        distances = torch.full((kv, NO_DATA_DISTANCE), 1 / NO_DATA_DISTANCE, dtype=torch.float64)
+    else:
+        inputs = _with_floor(moments.inputs)
+        key_moment = (1 - KEY_BLEND) * moments.keys + KEY_BLEND * inputs
+        value_moments = (1 - VALUE_BLEND) * moments.values + VALUE_BLEND * inputs
+        distances = moments.distances
+    query = _with_bias(weights.q, weights.q_bias).view(kv, group, d, -1)
+    query_moment = (query @ inputs @ query.transpose(-1, -2)).mean(1)  # [KV, d, d]
+    if frequencies is not None:
+        query_moment = _at_distances(query_moment, frequencies.double().cpu(), distances)
+    output = weights.o.detach().double().cpu().view(-1, kv, group, d)  # [D, KV, group, d]
+    value_moment = torch.einsum("ihgd,ihge->hde", output, output) / group
+    key_root, key_unroot = _roots(query_moment, QUERY_FLOOR)
+    value_root, value_unroot = _roots(value_moment, 1e-12)
+    return WeightedLayer(
+        key=_with_bias(weights.k, weights.k_bias).view(kv, d, -1),
+        value=_with_bias(weights.v, weights.v_bias).view(kv, d, -1),
+        key_root=key_root,
+        key_unroot=key_unroot,
+        value_root=value_root,
+        value_unroot=value_unroot,
+        moment=key_moment,
+        value_moments=value_moments,
+    )
+
+
+def weigh_model(family: Family, model: Any, moments: list[LayerMoments] | None) -> list[WeightedLayer]:
+    """``weigh`` every layer of a model."""
+    frequencies = rotary_frequencies(family, model)
+    return [
+        weigh(family.weights(attention), family.traits(model.config, i), moments[i] if moments else None, frequencies)
+        for i, attention in enumerate(family.attentions(model))
+    ]
+
+
+def rotary_frequencies(family: Family, model: Any) -> torch.Tensor | None:
+    """The angle per token of each rotary pair, ``[pairs]``, or None for a model without RoPE."""
+    return None if family.rotary is None else model.get_submodule(family.rotary).inv_freq
+
+
+def _at_distances(moment: torch.Tensor, frequencies: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
+    """E[(R_Δ q)(R_Δ q)ᵀ] of query moments ``[KV, d, d]`` over the distances Δ, weighted by ``distances`` ``[KV, T]``.
+
+    This is the moment of the queries as an unrotated key meets them: RoPE turns a score into q·R_Δᵀ k.
+    """
+    angles = torch.arange(distances.shape[1], dtype=torch.float64)[:, None] * torch.cat((frequencies, frequencies))
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [T, 1, rotary]
+    width = cos.shape[-1]
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+
+    turned = []
+    for head, weight in zip(moment, distances, strict=True):
+        one_side = turn(head.expand(len(weight), -1, -1)).transpose(1, 2)
+        turned.append(torch.einsum("t,tij->ij", weight, turn(one_side)))
+    return torch.stack(turned)
+
+
+def _roots(moment: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric square roots and their inverses of ``[n, d, d]``, eigenvalues raised by ``floor`` of the largest."""
+    energies, basis = torch.linalg.eigh((moment + moment.transpose(1, 2)) / 2)
+    root = (energies.clamp(min=0) + floor * energies.amax(-1, keepdim=True).clamp(min=1e-300)).sqrt()
+    return (basis * root[:, None]) @ basis.transpose(1, 2), (basis / root[:, None]) @ basis.transpose(1, 2)
+
+
+def _with_floor(moment: torch.Tensor) -> torch.Tensor:
+    mean = moment.diagonal()[:-1].mean()
+    floor = torch.full((len(moment),), float(INPUT_FLOOR * mean), dtype=moment.dtype)
+    floor[-1] = 0
+    return moment + torch.diag(floor)
+
+
+def _with_bias(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``[out, D + 1]`` in float64: the map of x̃ = [x, 1]."""
+    weight = weight.detach().double().cpu()
+    column = weight.new_zeros(len(weight)) if bias is None else bias.detach().double().cpu()
+    return torch.cat((weight, column[:, None]), dim=1)
+
+
+def _energy(maps: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("hdi,ij,hdj->", maps, moment, maps)

@@ -1,0 +1,16 @@
+"""How long work tells how far it is, without knowing whether anybody watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+Advance = Callable[[int], None]
+Track = Callable[[str, int], AbstractContextManager[Advance]]
+"""``with track("reading text", steps) as advance: advance(1)``."""
+
+
+@contextmanager
+def silent(description: str, total: int) -> Iterator[Advance]:
+    """A ``Track`` that shows nothing."""
+    yield lambda steps: None

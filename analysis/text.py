@@ -1,0 +1,162 @@
+"""TEXT, wherever a command wants text: a file, a Hub data set, Python's own manual, or what the model writes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..model import KvfoldError
+
+CALIBRATE, EVALUATE = "calibrate", "evaluate"
+KINDS = "a .txt, .jsonl or .parquet file, hf:NAME[:CONFIG[:SPLIT]], docs, or self"
+BETWEEN_DOCUMENTS = "\n\n"
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """One TEXT argument, checked to exist.
+
+    Attributes:
+        spec: as the user gave it. purpose: ``CALIBRATE`` or ``EVALUATE``; ``docs`` has a half for each.
+    """
+
+    spec: str
+    purpose: str = EVALUATE
+
+    def __post_init__(self) -> None:
+        if self.spec in ("docs", "self") or self.spec.startswith("hf:"):
+            return
+        path = Path(self.spec).expanduser()
+        if path.suffix not in (".txt", ".jsonl", ".parquet"):
+            raise KvfoldError(f"text {self.spec!r} is not understood: give {KINDS}")
+        if not path.is_file():
+            raise KvfoldError(f"text file {self.spec} does not exist")
+
+    def tokens(self, tokenizer: Any, count: int | None = None, model: Any = None, seed: int = 0) -> torch.Tensor:
+        """Token ids ``[n]`` (int64) of the text, the first ``count`` of them where given.
+
+        Args:
+            tokenizer: the model's. count: tokens wanted; all where None. model: writes the text of ``self``.
+            seed: of what ``self`` writes.
+
+        Raises:
+            KvfoldError: for empty or binary text, or a source that lacks what it needs.
+        """
+        if self.spec == "self":
+            if model is None or count is None:
+                raise KvfoldError("text 'self' is for calibration: here another text is needed")
+            return write_text(model, tokenizer, count, seed)
+        if tokenizer is None:
+            raise KvfoldError(f"the model has no tokenizer, which text {self.spec!r} needs")
+        pieces: list[torch.Tensor] = []
+        found = 0
+        for text in self._portions(count):
+            ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0].long()
+            pieces.append(ids)
+            found += len(ids)
+            if count is not None and found >= count:
+                break
+        if not found:
+            raise KvfoldError(f"text {self.spec!r} is empty")
+        tokens = torch.cat(pieces)
+        return tokens if count is None else tokens[:count]
+
+    def _portions(self, count: int | None) -> Iterator[str]:
+        """The text in portions that are tokenised one by one: a whole text file, or documents joined to some length."""
+        if self.spec == "docs":
+            yield python_manual(self.purpose)
+        elif self.spec.endswith(".txt") and not self.spec.startswith("hf:"):
+            yield _read_txt(Path(self.spec).expanduser(), None if count is None else 64 * count)
+        else:
+            enough = 1 << 20 if count is None else min(1 << 20, 4 * count)
+            held: list[str] = []
+            size = 0
+            for document in self._documents():
+                held.append(document)
+                size += len(document)
+                if size >= enough:
+                    yield BETWEEN_DOCUMENTS.join(held) + BETWEEN_DOCUMENTS
+                    held, size = [], 0
+            if held:
+                yield BETWEEN_DOCUMENTS.join(held)
+
+    def _documents(self) -> Iterator[str]:
+        import datasets  # takes a second to import, and few commands need it
+
+        try:
+            if self.spec.startswith("hf:"):
+                name, *rest = self.spec[3:].split(":")
+                config = rest[0] if rest and rest[0] else None
+                split = rest[1] if len(rest) > 1 else "train"
+                rows = datasets.load_dataset(name, config, split=split, streaming=True)
+            else:
+                kind = "json" if self.spec.endswith(".jsonl") else "parquet"
+                path = str(Path(self.spec).expanduser())
+                rows = datasets.load_dataset(kind, data_files=path, split="train", streaming=True)
+            for row in rows:
+                yield _text_of(row, self.spec)
+        except KvfoldError:
+            raise
+        except Exception as error:  # datasets raises of many kinds for what the user gave
+            raise KvfoldError(f"text {self.spec!r} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def python_manual(purpose: str) -> str:
+    """Python's own manual from ``pydoc_data.topics``: the first half to calibrate on, the second half to evaluate on."""
+    from pydoc_data import topics
+
+    texts = [topics.topics[name] for name in sorted(topics.topics)]
+    middle, half = 0, sum(map(len, texts)) / 2
+    while half > 0:
+        half -= len(texts[middle])
+        middle += 1
+    return BETWEEN_DOCUMENTS.join(texts[:middle] if purpose == CALIBRATE else texts[middle:])
+
+
+@torch.inference_mode()
+def write_text(model: Any, tokenizer: Any, count: int, seed: int, length: int = 512, batch: int = 16) -> torch.Tensor:
+    """Text that the model samples from itself at temperature 1: token ids ``[count]``, in stretches of ``length``."""
+    start = getattr(tokenizer, "bos_token_id", None)
+    start = start if start is not None else getattr(tokenizer, "eos_token_id", None)
+    pieces: list[torch.Tensor] = []
+    # transformers samples from torch's global generator; fork it, so that the caller's stays as it was.
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        while sum(map(len, pieces)) < count:
+            first = torch.full((batch, 1), start if start is not None else 0, device=model.device)
+            written = model.generate(
+                first, attention_mask=torch.ones_like(first), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                max_new_tokens=length - 1, min_new_tokens=length - 1,
+            )  # fmt: skip
+            pieces += list(written.cpu())
+    return torch.cat(pieces)[:count]
+
+
+def _read_txt(path: Path, characters: int | None) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read() if characters is None else file.read(characters)
+    except UnicodeDecodeError as error:
+        raise KvfoldError(f"text file {path} is not UTF-8 text (byte {error.start} cannot be read)") from error
+    except OSError as error:
+        raise KvfoldError(f"text file {path} cannot be read: {error.strerror}") from error
+    if "\0" in text:
+        raise KvfoldError(f"text file {path} is binary: it has zero bytes")
+    if not text.strip():
+        raise KvfoldError(f"text file {path} is empty")
+    return text
+
+
+def _text_of(row: dict, spec: str) -> str:
+    """The row's ``text`` column, or its only column of strings."""
+    if isinstance(row.get("text"), str):
+        return row["text"]
+    strings = [value for value in row.values() if isinstance(value, str)]
+    if len(strings) != 1:
+        raise KvfoldError(f"text {spec!r} has no column 'text' (columns: {', '.join(row)})")
+    return strings[0]

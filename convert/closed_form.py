@@ -1,0 +1,67 @@
+"""The fold in closed form: the best joint subspace of keys and values, read back as key windows and a value map."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..analysis.energy import WeightedLayer
+
+
+@dataclass(frozen=True)
+class HeadFold:
+    """A latent for some heads: maps of x̃ to its windows and its further columns, and the value map out of it.
+
+    Shapes (n heads): windows ``[n·d, D + 1]``, extra ``[e, D + 1]``, values ``[n·d, n·d + e]``. All float64.
+    """
+
+    windows: torch.Tensor
+    extra: torch.Tensor
+    values: torch.Tensor
+
+
+def fold_heads(layer: WeightedLayer, heads: list[int], width: int, balance: float, noise: float) -> HeadFold:
+    """Fold the keys and values of ``heads`` into a latent of ``width`` columns.
+
+    The joint weighted signal is projected on its top ``width`` directions. Its keys, unweighted, are the windows; they
+    span ``n·d`` dimensions of the subspace, so its values are a linear map of them and, where ``width`` is larger, of
+    as many further columns, for which the largest remaining directions of the values are taken.
+
+    Args:
+        layer: the weighted layer. heads: which of its heads. width: n·d … 2·n·d. balance: λ, weight of the values.
+        noise: variance of the cache's rounding error relative to an entry's second moment; the value map is the least
+            squares solution in the presence of that noise, which keeps its entries from growing along directions in
+            which the latent has little energy.
+    """
+    n, d = len(heads), layer.head_dim
+    rows, factor = layer.joint(heads, balance)
+    _, directions = layer.spectrum(heads, balance)
+    top = directions[:, :width]
+    kept = top @ (top.T @ rows)  # [2·n·d, D + 1], the projected signal
+    windows = _per_head(layer.key_unroot[heads], kept[: n * d])
+    extra = windows[:0]
+    if width > n * d:
+        values = _per_head(layer.value_unroot[heads], kept[n * d :] / factor)
+        residual = values - _regress(values, windows, layer.moment, noise) @ windows
+        weighted = _per_head(layer.value_root[heads], residual)
+        _, basis = torch.linalg.eigh(weighted @ layer.moment @ weighted.T)
+        extra = basis.flip(1)[:, : width - n * d].T @ weighted
+    latent = torch.cat((windows, extra))
+    fitted = [_regress(layer.value[head], latent, layer.value_moments[head], noise) for head in heads]
+    return HeadFold(windows, extra, torch.cat(fitted))
+
+
+def _per_head(matrices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Apply ``[n, d, d]`` to the rows ``[n·d, D + 1]`` of each head."""
+    return (matrices @ rows.unflatten(0, matrices.shape[:2])).flatten(0, 1)
+
+
+def _regress(target: torch.Tensor, latent: torch.Tensor, moment: torch.Tensor, noise: float) -> torch.Tensor:
+    """Least squares B with target ≈ B·latent (both maps of x̃), the latent's entries carrying relative noise."""
+    gram = latent @ moment @ latent.T
+    scale = gram.diagonal().clamp(min=1e-300).rsqrt()
+    gram = gram * scale[:, None] * scale
+    gram.diagonal().add_(noise)
+    cross = target @ moment @ latent.T * scale
+    return torch.linalg.solve(gram, cross.T).T * scale

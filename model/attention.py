@@ -1,0 +1,267 @@
+"""Attention whose keys and values are both read out of one cached latent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from .absorbed import attend_absorbed
+from .layout import FoldedLayout
+from .rotary import Constant, HeadRotation, RotaryTables, key_columns, window_columns
+
+
+@dataclass(frozen=True)
+class AttentionTraits:
+    """What a model family's attention layer is, apart from where its keys and values come from.
+
+    Attributes:
+        width: D, size of the hidden states.
+        query_heads: H. key_value_heads: KV heads of the source. head_dim: d, numbers per head.
+        rotary_dim: leading dimensions of a head that RoPE rotates (0: no RoPE).
+        scaling: factor on the scores.
+        sliding_window: W, tokens a query sees, or None.
+        dropout: attention dropout while training.
+        query_bias, latent_bias, output_bias: which projections have one.
+        query_norm, key_norm: make the norm over ``head_dim`` that queries and keys pass before rotation, or None.
+    """
+
+    width: int
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+    rotary_dim: int
+    scaling: float
+    sliding_window: int | None = None
+    dropout: float = 0.0
+    query_bias: bool = False
+    latent_bias: bool = False
+    output_bias: bool = False
+    query_norm: Callable[[], nn.Module] | None = None
+    key_norm: Callable[[], nn.Module] | None = None
+
+
+class FoldedAttention(nn.Module):
+    """Attention over one latent per token, ``S = latent_proj(x)`` ``[batch, tokens, R]``, which is all that is cached.
+
+    Key head h is ``[RoPE(window_h), S A_h]``, value head h is ``S B_h`` (span ``all``) or the head's own columns of S
+    (span ``head``). *Expanded*, keys and values are written out and attended to by transformers' attention
+    interface; *absorbed*, the value map is applied once to the attention-weighted sum of the latents and the key map
+    to the query. Both give the same output; the absorbed form is taken when it multiplies less, which is decoding.
+
+    Args:
+        traits: the family's attention layer. layout: how the latent is read.
+        layer_idx: number of the layer in the model and in its cache.
+        position_keeper: the layer whose cache keeps the token positions for this one (see ``cache``).
+        config: the model's config, whose ``_attn_implementation`` names the attention to use.
+    """
+
+    def __init__(
+        self, traits: AttentionTraits, layout: FoldedLayout, layer_idx: int, position_keeper: int, config: Any
+    ) -> None:
+        super().__init__()
+        all_pairs = traits.rotary_dim // 2
+        layout.validate(traits.query_heads, traits.head_dim, all_pairs)
+        self.config = config
+        self.traits, self.layout = traits, layout
+        self.layer_idx, self.position_keeper = layer_idx, position_keeper
+        self.head_dim, self.scaling, self.is_causal = traits.head_dim, traits.scaling, True
+        self.value_width = layout.value_width(traits.head_dim, all_pairs)
+        self.windows = layout.window_width(all_pairs)
+
+        key_of = layout.key_assignment(traits.query_heads)
+        value_of = layout.value_assignment(traits.query_heads)
+        grouped = layout.key_heads == layout.value_heads and key_of == value_of and _in_equal_groups(key_of)
+        # Where the grouping is not the usual one, keys and values are written out for every query head.
+        self.num_key_value_groups = traits.query_heads // layout.key_heads if grouped else 1
+        self._key_head, self._value_head = Constant(list(key_of)), Constant(list(value_of))
+        self._key_of = None if _in_equal_groups(key_of) else self._key_head
+        self._value_of = None if _in_equal_groups(value_of) else self._value_head
+        self._grouped = grouped
+
+        pairs = layout.pairs(all_pairs)
+        mapped = layout.key_heads * traits.head_dim - self.windows
+        self._key_order = Constant(key_columns(layout, traits.head_dim, all_pairs))
+        self._window_columns = Constant(window_columns(pairs))
+        self.rotate_keys = HeadRotation(pairs, traits.rotary_dim)
+        self.rotate_queries = HeadRotation(tuple(pairs[head] for head in key_of), traits.rotary_dim)
+
+        width, head_dim = traits.width, traits.head_dim
+        self.q_proj = nn.Linear(width, traits.query_heads * head_dim, bias=traits.query_bias)
+        self.latent_proj = nn.Linear(width, layout.latent_width, bias=traits.latent_bias)
+        self.key_map = nn.Linear(layout.latent_width, mapped, bias=False) if mapped else None
+        self.value_map = (
+            nn.Linear(layout.latent_width, layout.value_heads * head_dim, bias=False) if layout.span == "all" else None
+        )
+        self.o_proj = nn.Linear(traits.query_heads * self.value_width, width, bias=traits.output_bias)
+        self.q_norm = traits.query_norm() if traits.query_norm else None
+        self.k_norm = traits.key_norm() if traits.key_norm else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: RotaryTables | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend. ``hidden_states`` ``[batch, tokens, D]``; returns the same shape, and the weights where asked for."""
+        batch, tokens, _ = hidden_states.shape
+        query = self.q_proj(hidden_states).view(batch, tokens, -1, self.head_dim).transpose(1, 2)
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+        if position_embeddings is not None:
+            query = self.rotate_queries(query, *position_embeddings)
+        latent = self.latent_proj(hidden_states)
+        tables: Any = position_embeddings
+        if cache is not None:
+            latent, tables = self._through_cache(latent, position_embeddings, cache, kwargs.get("position_ids"))
+
+        if self._absorbs(query, latent, attention_mask):
+            output, weights = self._absorbed(query, latent, tables, attention_mask)
+        else:
+            output, weights = self._expanded(query, latent, tables, attention_mask, **kwargs)
+        return self.o_proj(output.reshape(batch, tokens, -1)), weights
+
+    def _through_cache(
+        self,
+        latent: torch.Tensor,
+        tables: RotaryTables | None,
+        cache: Cache,
+        position_ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Append to the cache; returns all latents ``[batch, cached, R]`` and the rotary tables of their positions."""
+        batch, tokens, _ = latent.shape
+        new = latent.unsqueeze(1)
+        if tables is None:
+            held, _ = cache.update(new, new[..., :0], self.layer_idx)
+            return held.squeeze(1), None
+        if position_ids is None:
+            position_ids = torch.arange(tokens, device=latent.device) + cache.get_query_offset(self.layer_idx)
+        position_ids = position_ids.expand(batch, tokens)
+        remembered = {}
+        if self.layer_idx == self.position_keeper:
+            remembered["positions"] = position_ids[:, None, :, None].to(torch.int32)
+        held, _ = cache.update(new, new[..., :0], self.layer_idx, **remembered)
+        kept = getattr(cache.layers[self.position_keeper], "positions", None)
+        if kept is not None:
+            positions = kept[:, 0, :, 0].to(latent.device)
+        else:
+            # A cache made by hand, of transformers' own layers: take the cached tokens as consecutive.
+            positions = position_ids[:, -1:] + torch.arange(1 - held.shape[2], 1, device=latent.device)
+            positions = positions.clamp(min=0)
+        return held.squeeze(1), tables.of_keys(self.position_keeper, positions)
+
+    def keys(self, latent: torch.Tensor, tables: Any) -> torch.Tensor:
+        """Key heads ``[batch, key_heads, tokens, head_dim]`` of latents ``[batch, tokens, R]``: mapped, normed, rotated."""
+        key = latent[..., : self.windows]
+        if self.key_map is not None:
+            key = torch.cat((key, self.key_map(latent)), dim=-1)[..., self._key_order.on(latent.device)]
+        key = key.unflatten(-1, (self.layout.key_heads, self.head_dim)).transpose(1, 2)
+        if self.k_norm is not None:
+            key = self.k_norm(key)
+        return key if tables is None else self.rotate_keys(key, *tables)
+
+    def values(self, latent: torch.Tensor) -> torch.Tensor:
+        """Value heads ``[batch, value_heads, tokens, value_width]`` of latents ``[batch, tokens, R]``."""
+        if self.value_map is not None:
+            return self.value_map(latent).unflatten(-1, (self.layout.value_heads, -1)).transpose(1, 2)
+        heads = self.layout.key_heads
+        own = latent[..., : self.windows].unflatten(-1, (heads, -1))
+        if latent.shape[-1] > self.windows:
+            own = torch.cat((own, latent[..., self.windows :].unflatten(-1, (heads, -1))), dim=-1)
+        return own.transpose(1, 2)
+
+    def _absorbs(self, query: torch.Tensor, latent: torch.Tensor, mask: Any) -> bool:
+        """Whether to attend in the absorbed form: where it is possible, and multiplies less than the expanded one."""
+        if self.training or self.config._attn_implementation not in ("sdpa", "eager"):
+            return False
+        if query.shape[2] > 1 and not isinstance(mask, torch.Tensor):
+            return False
+        width = latent.shape[-1]
+        # Multiply-adds per cached token: what writing out costs, and what the wider vectors cost each query.
+        written, wider = 0, 0
+        if self.value_map is not None:
+            written += width * self.value_map.out_features
+            wider += width - self.value_width
+        if self.key_map is not None and self.k_norm is None:
+            written += width * self.key_map.out_features
+            wider += width
+        return query.shape[1] * query.shape[2] * wider < written
+
+    def _absorbed(
+        self, query: torch.Tensor, latent: torch.Tensor, tables: Any, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.key_map is None or self.k_norm is not None:
+            keys, mapped_query = self.keys(latent, tables), None
+        else:
+            keys, query, mapped_query = self._absorb_key_map(query, latent, tables)
+        mixed, weights = attend_absorbed(
+            query,
+            keys,
+            mapped_query,
+            latent,
+            self.values(latent) if self.value_map is None else None,
+            mask,
+            self.scaling,
+            None if self._key_of is None else self._key_of.on(query.device),
+            None if self._value_of is None else self._value_of.on(query.device),
+        )
+        if self.value_map is not None:
+            maps = self.value_map.weight.unflatten(0, (self.layout.value_heads, -1))  # [value_heads, d, R]
+            mixed = torch.einsum("bhqr,hvr->bhqv", mixed, maps[self._value_head.on(query.device)])
+        return mixed.transpose(1, 2), weights if self.config._attn_implementation == "eager" else None
+
+    def _absorb_key_map(
+        self, query: torch.Tensor, latent: torch.Tensor, tables: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated windows, the query's part that meets them, and the query's other part taken through the key map."""
+        assert self.key_map is not None
+        heads = self.layout.key_heads
+        # Query columns that meet the window are those whose key column lies in it.
+        meets = self._key_order.on(query.device).view(heads, -1) < self.windows  # [key_heads, d]
+        key_head = self._key_head.on(query.device)
+        maps = self.key_map.weight.new_zeros(heads * self.head_dim, latent.shape[-1])
+        maps[~meets.flatten()] = self.key_map.weight
+        mapped_query = torch.einsum("bhqd,hdr->bhqr", query, maps.view(heads, self.head_dim, -1)[key_head])
+        widest = self.rotate_keys.widest
+        windows = latent[..., self._window_columns.on(latent.device)].transpose(1, 2)  # [batch, heads, tokens, widest]
+        if tables is not None:
+            windows = self.rotate_keys(windows, *tables)
+        front = query[..., :widest] * meets[key_head][:, None, :widest].to(query.dtype)
+        return windows, front, mapped_query
+
+    def _expanded(
+        self, query: torch.Tensor, latent: torch.Tensor, tables: Any, mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        keys, values = self.keys(latent, tables), self.values(latent)
+        if not self._grouped:
+            keys = keys[:, self._key_head.on(keys.device)]
+            values = values[:, self._value_head.on(values.device)]
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        if self.traits.sliding_window is not None:
+            kwargs["sliding_window"] = self.traits.sliding_window
+        return interface(
+            self,
+            query,
+            keys,
+            values,
+            mask,
+            dropout=self.traits.dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+
+
+def _in_equal_groups(assignment: tuple[int, ...]) -> bool:
+    """Whether query heads share heads in the usual way: equal groups, in order."""
+    heads = max(assignment) + 1
+    return len(assignment) % heads == 0 and assignment == tuple(
+        query // (len(assignment) // heads) for query in range(len(assignment))
+    )

@@ -1,0 +1,54 @@
+"""The Llama family (Llama 1 to 3, SmolLM, TinyLlama), whose attention layout many other families share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from .attention import AttentionTraits, FoldedAttention
+from .family import AttentionWeights, Family, FoldedConfigMixin, FoldedModelMixin, register
+
+
+def traits(config: Any, layer: int) -> AttentionTraits:
+    """Attention of the common layout: grouped heads, RoPE over the whole head."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    bias = bool(getattr(config, "attention_bias", False))
+    return AttentionTraits(
+        width=config.hidden_size,
+        query_heads=config.num_attention_heads,
+        key_value_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        rotary_dim=head_dim,
+        scaling=head_dim**-0.5,
+        sliding_window=getattr(config, "sliding_window", None),
+        dropout=config.attention_dropout,
+        query_bias=bias,
+        latent_bias=bias,
+        output_bias=bias,
+    )
+
+
+def weights(attention: nn.Module) -> AttentionWeights:
+    """Projections of an attention module that names them q_proj, k_proj, v_proj and o_proj."""
+    q, k, v, o = (attention.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    return AttentionWeights(q.weight, k.weight, v.weight, o.weight, q.bias, k.bias, v.bias, o.bias)
+
+
+class KvfoldLlamaConfig(FoldedConfigMixin, LlamaConfig):
+    """Config of a Llama whose keys and values are folded."""
+
+    model_type = "kvfold_llama"
+    kvfold: dict | None = None
+
+
+class KvfoldLlamaForCausalLM(FoldedModelMixin, LlamaForCausalLM):
+    """A Llama whose keys and values are folded."""
+
+    config_class = KvfoldLlamaConfig
+    _can_record_outputs = {"hidden_states": LlamaDecoderLayer, "attentions": FoldedAttention}
+
+
+LLAMA = register(Family("llama", KvfoldLlamaConfig, KvfoldLlamaForCausalLM, traits, weights))

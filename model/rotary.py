@@ -1,0 +1,140 @@
+"""Rotation of keys when they are read: tables for cached positions, and which latent columns form a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from .layout import FoldedLayout
+
+
+class RotaryTables:
+    """cos and sin of one forward pass, each ``[batch, tokens, rotary_dim]``: of its own tokens, and of cached ones.
+
+    Unpacks like the ``(cos, sin)`` that transformers' layers pass around. The tables of cached keys are worked out by
+    the first layer that asks for them and shared by the others.
+    """
+
+    def __init__(self, rotary: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> None:
+        self._rotary = rotary
+        self._dtype = x.dtype
+        self.cos, self.sin = rotary(x, *args, **kwargs)
+        self._extra = {name: value for name, value in kwargs.items() if name != "position_ids"}
+        self._of_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.cos, self.sin))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.cos, self.sin)[index]
+
+    def of_keys(self, keeper: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin at ``positions`` ``[batch, tokens]``, the same for all layers that share the layer ``keeper``."""
+        if keeper not in self._of_keys:
+            like = torch.empty(0, dtype=self._dtype, device=positions.device)
+            self._of_keys[keeper] = self._rotary(like, position_ids=positions, **self._extra)
+        return self._of_keys[keeper]
+
+
+class SharedRotary(nn.Module):
+    """Stands in a model for its rotary embedding and returns ``RotaryTables``."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> RotaryTables:
+        return RotaryTables(self.rotary, x, *args, **kwargs)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate ``[..., 2p]`` (first members of p pairs, then the second ones) by tables of the same trailing width."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin
+
+
+class Constant:
+    """A table of whole numbers that is part of the architecture, on whichever device it is asked for.
+
+    Not a buffer: transformers builds models on the meta device, where a table's contents would be lost.
+    """
+
+    def __init__(self, table: list) -> None:
+        self._table = table
+        self._on: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._on:
+            self._on[device] = torch.tensor(self._table, dtype=torch.long, device=device)
+        return self._on[device]
+
+
+class HeadRotation(nn.Module):
+    """Rotates, in every head, the leading columns that hold the head's kept frequency pairs.
+
+    Args:
+        pairs: kept frequency pairs of each head of the tensors to come.
+        rotary_dim: width of the model's cos and sin tables (two entries per frequency pair; 0: no RoPE).
+    """
+
+    def __init__(self, pairs: tuple[tuple[int, ...], ...], rotary_dim: int) -> None:
+        super().__init__()
+        self.widest = 2 * max((len(kept) for kept in pairs), default=0)
+        self.whole = all(2 * len(kept) == rotary_dim for kept in pairs)
+        self.same = len(set(pairs)) == 1
+        columns, partners, signs = [], [], []
+        for kept in pairs:
+            p = len(kept)
+            idle = list(range(2 * p, self.widest))  # columns of a shorter window that do not turn
+            columns.append([*kept, *kept, *(0 for _ in idle)])
+            partners.append([*range(p, 2 * p), *range(p), *idle])
+            signs.append([-1] * p + [1] * p + [0] * len(idle))
+        self._columns, self._partners, self._signs = Constant(columns), Constant(partners), Constant(signs)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate ``x`` ``[batch, heads, tokens, head_dim]`` by tables ``[batch, tokens, rotary_dim]``."""
+        if self.widest == 0:
+            return x
+        front, rest = x[..., : self.widest], x[..., self.widest :]
+        if self.whole:
+            turned = rotate(front, cos.unsqueeze(1), sin.unsqueeze(1))
+        elif self.same:
+            columns = self._columns.on(x.device)[0]
+            turned = rotate(front, cos[..., columns].unsqueeze(1), sin[..., columns].unsqueeze(1))
+        else:
+            turned = self._rotate_each(front, cos, sin)
+        return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+
+    def _rotate_each(self, front: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Every head with pairs of its own; zero sign marks the columns that do not turn."""
+        columns, partners = self._columns.on(front.device), self._partners.on(front.device)
+        signs = self._signs.on(front.device)[:, None].to(front.dtype)  # [heads, 1, widest]
+        turns = signs.abs()
+        cos_of = cos[..., columns].transpose(1, 2) * turns + (1 - turns)  # [batch, heads, tokens, widest]
+        sin_of = sin[..., columns].transpose(1, 2) * signs
+        return front * cos_of + front.gather(-1, partners[:, None].expand(front.shape)) * sin_of
+
+
+def key_columns(layout: FoldedLayout, head_dim: int, all_pairs: int) -> list[int]:
+    """Order in which the columns of ``[windows, key map]`` make up the key heads, head by head, window first."""
+    widths = [2 * len(pairs) for pairs in layout.pairs(all_pairs)]
+    window, mapped = 0, sum(widths)
+    order: list[int] = []
+    for width in widths:
+        order += range(window, window + width)
+        order += range(mapped, mapped + head_dim - width)
+        window, mapped = window + width, mapped + head_dim - width
+    return order
+
+
+def window_columns(pairs: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+    """Latent columns of each head's window, ``[heads, widest]``; shorter windows repeat column 0, to be multiplied by 0."""
+    widest = 2 * max((len(kept) for kept in pairs), default=0)
+    columns, start = [], 0
+    for kept in pairs:
+        columns.append([*range(start, start + 2 * len(kept)), *(0 for _ in range(widest - 2 * len(kept)))])
+        start += 2 * len(kept)
+    return columns
