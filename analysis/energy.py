@@ -136,7 +136,8 @@ def weigh_model(family: Family, model: Any, moments: list[LayerMoments] | None) 
 
 def rotary_frequencies(family: Family, model: Any) -> torch.Tensor | None:
     """The angle per token of each rotary pair, ``[pairs]``, or None for a model without RoPE."""
-    return None if family.rotary is None else model.get_submodule(family.rotary).inv_freq
+    rotary = family.rotary_module(model)
+    return None if rotary is None else rotary.inv_freq
 
 
 def _at_distances(moment: torch.Tensor, frequencies: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:

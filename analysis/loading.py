@@ -42,7 +42,8 @@ def load(path: str, dtype: str = "auto", device: str = "cpu") -> Checkpoint:
     """Load MODEL, checked: every tensor there, finite, of the right shape.
 
     Args:
-        path: folder, Hub id or ``.gguf`` file. dtype: ``auto`` (as stored) or a key of ``DTYPES``. device: torch device.
+        path: folder, Hub id or ``.gguf`` file. dtype: ``auto`` (as stored) or a key of ``DTYPES``.
+        device: torch device.
 
     Raises:
         KvfoldError: for anything about the checkpoint that is wrong.
@@ -59,13 +60,14 @@ def load(path: str, dtype: str = "auto", device: str = "cpu") -> Checkpoint:
     with _one_line(path), _quiet():
         config = AutoConfig.from_pretrained(name, **where)
         family_of(config)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=torch_dtype,
             output_loading_info=True,
             **where,
             **({} if gguf else {"use_safetensors": True}),
         )
+    model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise KvfoldError(f"{path}: {len(missing)} tensors are missing from the weights, first {missing[0]}")

@@ -2,10 +2,10 @@
 
 The output of query head j at position q is Σ_k p_qk v_k W_o^j. To first order
 
-* an error δv of the value map moves it by δv applied to the attention-weighted input Σ_k p_qk x_k, so the second moment
-  of that sum is what the value map is fitted on;
-* an error δs in the logit of key k moves it by p_qk (v_k − o_q) W_o^j δs, so key errors count by the square of that, and
-  meet the query rotated by the distance q − k.
+* an error δv of the value map moves it by δv applied to the attention-weighted input Σ_k p_qk x_k, so the second
+  moment of that sum is what the value map is fitted on;
+* an error δs in the logit of key k moves it by p_qk (v_k − o_q) W_o^j δs, so key errors count by the square of that,
+  and meet the query rotated by the distance q − k.
 
 Plain moments of x weigh all tokens and all distances alike instead; on SmolLM2 at half the cache that costs three times
 the excess loss.
@@ -42,7 +42,7 @@ class LayerMoments:
 
 
 def windows(tokens: torch.Tensor, window: int) -> torch.Tensor:
-    """Cut ``[n]`` token ids into rows of ``window``: ``[n // window, window]``. Raises KvfoldError for too short a text."""
+    """Cut ``[n]`` token ids into rows, ``[n // window, window]``. Raises KvfoldError for too short a text."""
     if window < 2:
         raise KvfoldError(f"a window of {window} tokens is too short: use 2 or more")
     rows = tokens.numel() // window

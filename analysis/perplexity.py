@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from ..model import KvfoldError, family_of
 from .loading import Checkpoint, load
@@ -21,7 +20,7 @@ CACHE_PROBE = 32  # tokens
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of one model; ``cache_bytes_per_token`` is read off a filled cache (before any sliding window is full)."""
+    """Figures of one model; ``cache_bytes_per_token`` is read off a filled cache, before any sliding window is full."""
 
     path: str
     perplexity: float
@@ -97,7 +96,7 @@ def cache_bytes_per_token(model: Any, tokens: torch.Tensor) -> float:
     return cached_bytes(cache) / len(tokens)
 
 
-def cached_bytes(cache: DynamicCache) -> int:
+def cached_bytes(cache: Any) -> int:
     """Bytes of the keys and values that a cache holds (not of room it has in reserve)."""
     return sum(
         tensor.numel() * tensor.element_size()

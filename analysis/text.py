@@ -14,6 +14,7 @@ from ..model import KvfoldError
 CALIBRATE, EVALUATE = "calibrate", "evaluate"
 KINDS = "a .txt, .jsonl or .parquet file, hf:NAME[:CONFIG[:SPLIT]], docs, or self"
 BETWEEN_DOCUMENTS = "\n\n"
+CHARACTERS_A_TOKEN = 32  # more than text has; only so much of a large file is read for a number of tokens
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class TextSource:
                 break
         if not found:
             raise KvfoldError(f"text {self.spec!r} is empty")
+        if count is not None and found < count and self.spec.endswith(".txt"):
+            return self.tokens(tokenizer)[:count]  # an unusual text: more than CHARACTERS_A_TOKEN
         tokens = torch.cat(pieces)
         return tokens if count is None else tokens[:count]
 
@@ -70,7 +73,7 @@ class TextSource:
         if self.spec == "docs":
             yield python_manual(self.purpose)
         elif self.spec.endswith(".txt") and not self.spec.startswith("hf:"):
-            yield _read_txt(Path(self.spec).expanduser(), None if count is None else 64 * count)
+            yield _read_txt(Path(self.spec).expanduser(), None if count is None else CHARACTERS_A_TOKEN * count)
         else:
             enough = 1 << 20 if count is None else min(1 << 20, 4 * count)
             held: list[str] = []
@@ -106,7 +109,7 @@ class TextSource:
 
 
 def python_manual(purpose: str) -> str:
-    """Python's own manual from ``pydoc_data.topics``: the first half to calibrate on, the second half to evaluate on."""
+    """Python's own manual from ``pydoc_data.topics``: the first half to calibrate on, the second to evaluate on."""
     from pydoc_data import topics
 
     texts = [topics.topics[name] for name in sorted(topics.topics)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..analysis.energy import WeightedLayer
+from .problem import FoldedWeights, LayerProblem, assemble
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,26 @@ class HeadFold:
     windows: torch.Tensor
     extra: torch.Tensor
     values: torch.Tensor
+
+
+def fold(problem: LayerProblem) -> FoldedWeights:
+    """Fold one layer; with R = 2·KV·d the latent is keys and values side by side, and nothing changes."""
+    layer, width = problem.weighted, problem.width
+    if width == 2 * problem.key_width:
+        folds = [_side_by_side(layer, group) for group in layer.head_groups(problem.span)]
+    else:
+        groups = layer.head_groups(problem.span)
+        folds = [fold_heads(layer, group, width // len(groups), problem.balance, problem.noise) for group in groups]
+    latent = torch.cat([part.windows for part in folds] + [part.extra for part in folds])
+    if problem.span == "head":
+        return assemble(problem, latent, None, [part.values for part in folds])
+    return assemble(problem, latent, folds[0].values)
+
+
+def _side_by_side(layer: WeightedLayer, heads: list[int]) -> HeadFold:
+    keys, values = layer.key[heads].flatten(0, 1), layer.value[heads].flatten(0, 1)
+    pick = torch.cat((torch.zeros(len(values), len(keys)), torch.eye(len(values))), dim=1)
+    return HeadFold(keys, values, pick.double())
 
 
 def fold_heads(layer: WeightedLayer, heads: list[int], width: int, balance: float, noise: float) -> HeadFold:

@@ -9,8 +9,8 @@ from .cache import LatentLayer, LatentWindowLayer, StaticLatentLayer, StaticLate
 from .errors import KvfoldError
 from .family import AttentionWeights, Family, families, family_of, is_folded, register
 from .layout import FoldedLayout
-from .llama import KvfoldLlamaConfig, KvfoldLlamaForCausalLM
-from .mistral import KvfoldMistralConfig, KvfoldMistralForCausalLM
+from .llama import KvfoldLlamaConfig, KvfoldLlamaForCausalLM, KvfoldLlamaModel
+from .mistral import KvfoldMistralConfig, KvfoldMistralForCausalLM, KvfoldMistralModel
 
 __all__ = [
     "AttentionTraits",
@@ -21,8 +21,10 @@ __all__ = [
     "KvfoldError",
     "KvfoldLlamaConfig",
     "KvfoldLlamaForCausalLM",
+    "KvfoldLlamaModel",
     "KvfoldMistralConfig",
     "KvfoldMistralForCausalLM",
+    "KvfoldMistralModel",
     "LatentLayer",
     "LatentWindowLayer",
     "StaticLatentLayer",

@@ -1,4 +1,4 @@
-"""The absorbed form of folded attention: scores and sums taken on the latents themselves, no keys or values written out.
+"""The absorbed form of folded attention: scores and sums taken on the latents, no keys or values written out.
 
 Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) decodes this way; here the rotated part of each
 key lies inside the same latent.
@@ -41,11 +41,10 @@ def attend_absorbed(
     if mapped_query is not None:
         scores = scores + (mapped_query.flatten(1, 2) @ latent.transpose(-1, -2)).view_as(scores)
     scores = scores * scaling
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        else:
-            scores = scores + mask
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     if values is not None:
         return _grouped(weights, values, value_of), weights
@@ -58,4 +57,4 @@ def _grouped(left: torch.Tensor, right: torch.Tensor, head_of: torch.Tensor | No
         return left @ right[:, head_of]
     batch, heads, n, a = left.shape
     groups = right.shape[1]
-    return (left.reshape(batch, groups, -1, a) @ right).view(batch, heads, n, -1)
+    return (left.reshape(batch, groups, heads // groups * n, a) @ right).view(batch, heads, n, right.shape[-1])

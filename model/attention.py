@@ -159,7 +159,7 @@ class FoldedAttention(nn.Module):
         return held.squeeze(1), tables.of_keys(self.position_keeper, positions)
 
     def keys(self, latent: torch.Tensor, tables: Any) -> torch.Tensor:
-        """Key heads ``[batch, key_heads, tokens, head_dim]`` of latents ``[batch, tokens, R]``: mapped, normed, rotated."""
+        """Key heads ``[batch, key_heads, tokens, head_dim]`` of latents ``[batch, tokens, R]``, normed and rotated."""
         key = latent[..., : self.windows]
         if self.key_map is not None:
             key = torch.cat((key, self.key_map(latent)), dim=-1)[..., self._key_order.on(latent.device)]
@@ -214,7 +214,7 @@ class FoldedAttention(nn.Module):
             None if self._value_of is None else self._value_of.on(query.device),
         )
         if self.value_map is not None:
-            maps = self.value_map.weight.unflatten(0, (self.layout.value_heads, -1))  # [value_heads, d, R]
+            maps = _matrix(self.value_map).unflatten(0, (self.layout.value_heads, -1))  # [value_heads, d, R]
             mixed = torch.einsum("bhqr,hvr->bhqv", mixed, maps[self._value_head.on(query.device)])
         return mixed.transpose(1, 2), weights if self.config._attn_implementation == "eager" else None
 
@@ -227,8 +227,8 @@ class FoldedAttention(nn.Module):
         # Query columns that meet the window are those whose key column lies in it.
         meets = self._key_order.on(query.device).view(heads, -1) < self.windows  # [key_heads, d]
         key_head = self._key_head.on(query.device)
-        maps = self.key_map.weight.new_zeros(heads * self.head_dim, latent.shape[-1])
-        maps[~meets.flatten()] = self.key_map.weight
+        maps = latent.new_zeros(heads * self.head_dim, latent.shape[-1])
+        maps[~meets.flatten()] = _matrix(self.key_map)
         mapped_query = torch.einsum("bhqd,hdr->bhqr", query, maps.view(heads, self.head_dim, -1)[key_head])
         widest = self.rotate_keys.widest
         windows = latent[..., self._window_columns.on(latent.device)].transpose(1, 2)  # [batch, heads, tokens, widest]
@@ -257,6 +257,14 @@ class FoldedAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
+
+
+def _matrix(linear: nn.Module) -> torch.Tensor:
+    """The matrix ``[out, in]`` that a linear map applies, adapters and quantisation included."""
+    if type(linear) is nn.Linear:
+        return linear.weight
+    weight: Any = linear.weight
+    return linear(torch.eye(linear.in_features, dtype=weight.dtype, device=weight.device)).T  # type: ignore[arg-type]
 
 
 def _in_equal_groups(assignment: tuple[int, ...]) -> bool:

@@ -52,7 +52,7 @@ class GrowingTensor:
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Append ``new`` and return the view of all tokens held."""
         held = self.view()
-        if held is None or held.shape[-2] == 0 and held.shape[:2] != new.shape[:2]:
+        if held is None or (held.shape[-2] == 0 and held.shape[:2] != new.shape[:2]):
             held = new[:, :, :0]
             self.buffer, self.start, self.stop = held, 0, 0
         if torch.is_grad_enabled() and (new.requires_grad or held.requires_grad):
@@ -211,7 +211,7 @@ class _PositionKeeper(CacheLayerMixin):
         positions: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append latents ``[batch, 1, new, R]`` and return all; with ``positions`` ``[batch, 1, new, 1]`` keep those too."""
+        """Append latents ``[batch, 1, new, R]`` and return all; keep ``positions`` ``[batch, 1, new, 1]``, too."""
         if positions is not None:
             if self._position_layer is None:
                 self._position_layer = self.storage(**self._kind)
@@ -279,6 +279,6 @@ def latent_layer_type(sliding_window: int | None) -> str:
         STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = StaticLatentLayer
         return LAYER_TYPE
     name = f"{LAYER_TYPE}_{sliding_window}"
-    DYNAMIC_LAYER_TYPE_MAPPING[name] = partial(LatentWindowLayer, sliding_window=sliding_window)
-    STATIC_LAYER_TYPE_MAPPING[name] = partial(StaticLatentWindowLayer, sliding_window=sliding_window)
+    DYNAMIC_LAYER_TYPE_MAPPING[name] = partial(LatentWindowLayer, sliding_window=sliding_window)  # type: ignore[assignment]
+    STATIC_LAYER_TYPE_MAPPING[name] = partial(StaticLatentWindowLayer, sliding_window=sliding_window)  # type: ignore[assignment]
     return name

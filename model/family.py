@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .attention import AttentionTraits, FoldedAttention
 from .cache import latent_layer_type
@@ -47,30 +47,44 @@ class Family:
     Attributes:
         model_type: the source's ``model_type`` in config.json.
         folded_model_type: that of its converted checkpoints.
-        config_class, model_class: the folded classes.
-        layers: path from the causal-LM model to its list of decoder layers.
+        config_class, base_class, model_class: the folded classes; model_class is the causal-LM one.
+        layers: path from the base model to its list of decoder layers.
         attention: name of the attention module in a decoder layer.
-        rotary: path to the rotary embedding module, or None.
+        rotary: path from the base model to the rotary embedding module, or None.
         traits: the attention layer's properties from a config and a layer number.
         weights: reads an attention module of the source into the common form.
     """
 
     model_type: str
     config_class: type[PreTrainedConfig]
+    base_class: type[PreTrainedModel]
     model_class: type[PreTrainedModel]
     traits: Callable[[Any, int], AttentionTraits]
     weights: Callable[[nn.Module], AttentionWeights]
-    layers: str = "model.layers"
+    layers: str = "layers"
     attention: str = "self_attn"
-    rotary: str | None = "model.rotary_emb"
+    rotary: str | None = "rotary_emb"
 
     @property
     def folded_model_type(self) -> str:
         return self.config_class.model_type
 
-    def attentions(self, model: nn.Module) -> list[nn.Module]:
-        """The attention module of every layer of ``model``, in order."""
-        return [getattr(layer, self.attention) for layer in model.get_submodule(self.layers).children()]
+    def attentions(self, model: Any) -> list[nn.Module]:
+        """The attention module of every layer of ``model`` (causal-LM or base), in order."""
+        return [getattr(layer, self.attention) for layer in model.base_model.get_submodule(self.layers).children()]
+
+    def rotary_module(self, model: Any) -> Any:
+        """The rotary embedding module of ``model``, or None."""
+        return None if self.rotary is None else model.base_model.get_submodule(self.rotary)
+
+    def auto_map(self) -> dict[str, str]:
+        """Where transformers finds the classes in a checkpoint's own files (``trust_remote_code``)."""
+        classes = {
+            "AutoConfig": self.config_class,
+            "AutoModel": self.base_class,
+            "AutoModelForCausalLM": self.model_class,
+        }
+        return {auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in classes.items()}
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -80,8 +94,10 @@ def register(family: Family) -> Family:
     """Make a family known to kvfold, and its folded classes to transformers' Auto classes."""
     _FAMILIES[family.model_type] = family
     family.config_class.register_for_auto_class()
+    family.base_class.register_for_auto_class("AutoModel")
     family.model_class.register_for_auto_class("AutoModelForCausalLM")
     AutoConfig.register(family.folded_model_type, family.config_class, exist_ok=True)
+    AutoModel.register(family.config_class, family.base_class, exist_ok=True)
     AutoModelForCausalLM.register(family.config_class, family.model_class, exist_ok=True)
     return family
 
@@ -115,7 +131,7 @@ class FoldedConfigMixin:
     ``output_bias`` and the like tell of biases that folding added.
     """
 
-    kvfold: dict
+    kvfold: dict | None
 
     def layouts(self) -> list[FoldedLayout]:
         """The layout of every layer. Raises KvfoldError where the entry is missing or of another format."""
@@ -142,11 +158,11 @@ class FoldedConfigMixin:
         """transformers knows its own layer types only; ours come from ``layer_types`` above."""
 
 
-class FoldedModelMixin:
-    """Puts folded attention in the place of a family's own; everything else is the family's transformers class."""
+class FoldedBaseMixin:
+    """Puts folded attention in the place of a base model's own; everything else is the family's transformers class."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         family = family_of(config)
         keepers: dict[int | None, int] = {}  # sliding window → first layer that has it
         layers = self.get_submodule(family.layers).children()  # type: ignore[attr-defined]
@@ -158,4 +174,13 @@ class FoldedModelMixin:
             parent, _, name = family.rotary.rpartition(".")
             module = self.get_submodule(parent)  # type: ignore[attr-defined]
             setattr(module, name, SharedRotary(getattr(module, name)))
+        self.post_init()  # type: ignore[attr-defined]
+
+
+class FoldedCausalMixin:
+    """Puts the folded base model into a family's causal-LM class."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        setattr(self, self.base_model_prefix, family_of(config).base_class(config))  # type: ignore[attr-defined]
         self.post_init()  # type: ignore[attr-defined]

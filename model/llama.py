@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from .attention import AttentionTraits, FoldedAttention
-from .family import AttentionWeights, Family, FoldedConfigMixin, FoldedModelMixin, register
+from .family import AttentionWeights, Family, FoldedBaseMixin, FoldedCausalMixin, FoldedConfigMixin, register
 
 
 def traits(config: Any, layer: int) -> AttentionTraits:
@@ -33,10 +34,15 @@ def traits(config: Any, layer: int) -> AttentionTraits:
 
 def weights(attention: nn.Module) -> AttentionWeights:
     """Projections of an attention module that names them q_proj, k_proj, v_proj and o_proj."""
-    q, k, v, o = (attention.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    q, k, v, o = (_linear(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
     return AttentionWeights(q.weight, k.weight, v.weight, o.weight, q.bias, k.bias, v.bias, o.bias)
 
 
+def _linear(module: nn.Module, name: str) -> Any:
+    return module.get_submodule(name)
+
+
+@strict
 class KvfoldLlamaConfig(FoldedConfigMixin, LlamaConfig):
     """Config of a Llama whose keys and values are folded."""
 
@@ -44,11 +50,17 @@ class KvfoldLlamaConfig(FoldedConfigMixin, LlamaConfig):
     kvfold: dict | None = None
 
 
-class KvfoldLlamaForCausalLM(FoldedModelMixin, LlamaForCausalLM):
+class KvfoldLlamaModel(FoldedBaseMixin, LlamaModel):
+    """A Llama without a language-model head whose keys and values are folded."""
+
+    config_class = KvfoldLlamaConfig
+    _can_record_outputs: ClassVar[dict] = {"hidden_states": LlamaDecoderLayer, "attentions": FoldedAttention}  # type: ignore[misc]
+
+
+class KvfoldLlamaForCausalLM(FoldedCausalMixin, LlamaForCausalLM):
     """A Llama whose keys and values are folded."""
 
     config_class = KvfoldLlamaConfig
-    _can_record_outputs = {"hidden_states": LlamaDecoderLayer, "attentions": FoldedAttention}
 
 
-LLAMA = register(Family("llama", KvfoldLlamaConfig, KvfoldLlamaForCausalLM, traits, weights))
+LLAMA = register(Family("llama", KvfoldLlamaConfig, KvfoldLlamaModel, KvfoldLlamaForCausalLM, traits, weights))

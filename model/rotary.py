@@ -131,7 +131,7 @@ def key_columns(layout: FoldedLayout, head_dim: int, all_pairs: int) -> list[int
 
 
 def window_columns(pairs: tuple[tuple[int, ...], ...]) -> list[list[int]]:
-    """Latent columns of each head's window, ``[heads, widest]``; shorter windows repeat column 0, to be multiplied by 0."""
+    """Latent columns of each head's window, ``[heads, widest]``; shorter windows repeat column 0, to meet a 0."""
     widest = 2 * max((len(kept) for kept in pairs), default=0)
     columns, start = [], 0
     for kept in pairs:

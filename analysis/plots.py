@@ -1,0 +1,74 @@
+"""Plots of an analysis: heatmaps of layers × heads, and how much energy narrower latents keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from .redundancy import LayerRedundancy
+
+HEATMAPS = {
+    "cosine": "Cosine similarity of W_k and W_v",
+    "aligned_cosine": "… after the best orthogonal alignment",
+    "principal_cosine": "Mean cosine of the principal angles",
+    "cka": "Linear CKA of keys and values",
+}
+
+
+def heatmap(layers: list[LayerRedundancy], measure: str) -> Figure:
+    """Layers × heads of one ``measure``, a key of ``HEATMAPS``."""
+    values = np.array([[getattr(head, measure) for head in layer.heads] for layer in layers], dtype=float).T
+    figure, axes = plt.subplots(figsize=(max(5.0, 0.24 * len(layers)), 1.5 + 0.3 * len(values)), layout="constrained")
+    signed = bool((values < 0).any())
+    limit = max(float(np.abs(values).max()), 1e-3)
+    image = axes.imshow(
+        values, aspect="auto", cmap="RdBu_r" if signed else "viridis", vmin=-limit if signed else 0.0, vmax=limit
+    )
+    axes.set(xlabel="layer", ylabel="KV head", title=HEATMAPS[measure])
+    axes.set_yticks(range(len(values)))
+    figure.colorbar(image, ax=axes)
+    return figure
+
+
+def lost_energy(layers: list[LayerRedundancy]) -> Figure:
+    """Share of the weighted energy that a latent loses against the cache fraction, a line per layer and span."""
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
+    colours = plt.get_cmap("viridis")(np.linspace(0, 0.95, len(layers)))
+    for axes, span in zip(panels, ("all", "head"), strict=True):
+        for layer, colour in zip(layers, colours, strict=True):
+            kept = np.array(layer.kept_all if span == "all" else layer.kept_head)
+            axes.semilogy(layer.fractions[:-1], np.maximum(1 - kept, 1e-9)[:-1], color=colour, linewidth=1)
+        axes.set(xlabel="cache fraction F", title=f"span {span}")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("share of energy lost")
+    scale = plt.cm.ScalarMappable(plt.Normalize(0, len(layers) - 1), "viridis")
+    figure.colorbar(scale, ax=panels, label="layer")
+    return figure
+
+
+def figures(layers: list[LayerRedundancy]) -> Iterator[tuple[str, Figure]]:
+    """Every plot of an analysis with its name; without calibration text those that need it are left out."""
+    with_text = bool(layers[0].fractions)
+    for measure in HEATMAPS:
+        if measure != "cka" or with_text:
+            yield measure, heatmap(layers, measure)
+    if with_text:
+        yield "lost_energy", lost_energy(layers)
+
+
+def write_figures(layers: list[LayerRedundancy], folder: Path) -> list[Path]:
+    """Write the plots as PNG files and return their paths."""
+    paths = []
+    for name, figure in figures(layers):
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+        paths.append(path)
+    return paths

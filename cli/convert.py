@@ -1,0 +1,87 @@
+"""``kvfold convert``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from .options import TEXT_HELP, Device, Dtype, Json, Model, Seed
+from .output import check_json, console, track, write_json
+
+
+def convert(
+    model: Model,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
+    method: Annotated[str, typer.Option(help="mean, procrustes, svd or calibrated.")] = "calibrated",
+    cache_fraction: Annotated[
+        float | None, typer.Option(help="F, 0.5 to 1: the folded cache against the source's. Default 0.5.")
+    ] = None,
+    latent_width: Annotated[
+        int | None, typer.Option(help="R, instead of F: numbers cached per token and layer.")
+    ] = None,
+    span: Annotated[
+        str | None,
+        typer.Option(help="all: values read the whole latent (default); head: their own head's part of it."),
+    ] = None,
+    calibrate: Annotated[
+        str, typer.Option(metavar="TEXT", help=f"{TEXT_HELP}, or self (the model writes it); of docs the first half.")
+    ] = "docs",
+    calibrate_tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.")] = 16384,
+    calibrate_window: Annotated[int, typer.Option(help="Tokens the model reads in one go.")] = 512,
+    balance: Annotated[
+        float | None, typer.Option(help="λ, weight of values against keys. Default: found by KL on held-out text.")
+    ] = None,
+    cache_dtype: Annotated[
+        str, typer.Option(help="Coarsest dtype the cache will have; the fold is made to stand its rounding.")
+    ] = "bfloat16",
+    max_shard_size: Annotated[str, typer.Option(help="Of the weight files.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option(help="Replace OUT where it exists.")] = False,
+    json: Json = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+) -> None:
+    """Fold MODEL's keys and values into one cached tensor and write the result to the folder OUT.
+
+    Example: kvfold convert HuggingFaceTB/SmolLM2-135M-Instruct folded/ --cache-fraction 0.5
+    """
+    from ..convert.conversion import ConvertOptions
+    from ..convert.conversion import convert as run
+
+    check_json(json)
+    options = ConvertOptions(
+        method=method,
+        cache_fraction=cache_fraction,
+        latent_width=latent_width,
+        span=span,
+        calibrate=calibrate,
+        calibrate_tokens=calibrate_tokens,
+        calibrate_window=calibrate_window,
+        balance=balance,
+        cache_dtype=cache_dtype,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        seed=seed,
+        device=device,
+    )
+    result = run(model, out, options, track)
+    recipe = result.recipe
+    cached = recipe.cache_bytes_per_token
+    console.print(
+        f"{recipe.method}, span {recipe.span}: cache {cached['source']:,.0f} → {cached['folded']:,.0f} bytes/token "
+        f"({recipe.cache_fraction:.3f}) in {recipe.seconds:.0f} s",
+        highlight=False,
+    )
+    if recipe.balance_search:
+        divergence = min(recipe.balance_search.values())
+        console.print(
+            f"balance {recipe.balance}; KL from the source on held-out calibration text {divergence:.4f} nats/token "
+            f"(expect a perplexity of about {math.exp(divergence):.3f} × the source's)",
+            highlight=False,
+        )
+    console.print(f"written to {result.out} (recipe in kvfold.json)", highlight=False, soft_wrap=True)
+    write_json(json, asdict(recipe) | {"out": str(result.out)})

@@ -1,0 +1,44 @@
+"""``kvfold demo``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Json, Seed
+from .output import check_json, console, ratio, table, track, write_json
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the models and the report.")] = Path("demo"),
+    calibrate_tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.")] = 8192,
+    windows: Annotated[int, typer.Option(help="Windows of 512 tokens to evaluate on.")] = 12,
+    json: Json = None,
+    seed: Seed = 0,
+) -> None:
+    """The whole job on SmolLM2-135M-Instruct: analyse, fold to 3/4 and 1/2 of the cache, evaluate, generate, report.
+
+    Example: kvfold demo --out demo
+    """
+    from ..convert.demo import DemoOptions, run_demo
+
+    check_json(json)
+    result = run_demo(out, DemoOptions(calibrate_tokens, windows=windows, seed=seed), track)
+    first = result.evaluations[0]
+    rows = [
+        [
+            evaluation.path,
+            f"{evaluation.cache_fraction:.2f}",
+            f"{evaluation.cache_bytes_per_token:,.0f}",
+            f"{evaluation.perplexity:.2f}",
+            ratio(evaluation.perplexity, first.perplexity),
+            continuation.text.replace("\n", " ")[:60] + "…",
+        ]
+        for evaluation, continuation in zip(result.evaluations, result.continuations, strict=True)
+    ]
+    columns = ["model", "cache fraction", "bytes/token", "perplexity", "ratio", "continuation"]
+    table("SmolLM2-135M-Instruct on the second half of Python's manual", columns, rows)
+    console.print(f"report: {result.report}", highlight=False, soft_wrap=True)
+    write_json(json, {"models": [evaluation.to_dict() for evaluation in result.evaluations]})

@@ -1,0 +1,48 @@
+"""``kvfold generate``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from .options import Device, Dtype, Json, Model, Seed
+from .output import check_json, console, write_json
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="Text to continue, or with --chat a message to answer.")],
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to write.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: greedy; above: sample.")] = 0.0,
+    chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
+    json: Json = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+) -> None:
+    """Continue a prompt, folded model or not, and tell what the cache held at the end.
+
+    Example: kvfold generate folded/ --prompt "The capital of France is"
+    """
+    from transformers import TextStreamer
+
+    from ..analysis.generation import continue_text
+    from ..analysis.loading import load
+
+    check_json(json)
+    checkpoint = load(model, dtype, device)
+    streamer = None
+    if checkpoint.tokenizer is not None:
+        streamer = TextStreamer(checkpoint.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    console.print(prompt, end="" if not chat else "\n", markup=False, highlight=False, soft_wrap=True)
+    result = continue_text(
+        checkpoint.model, checkpoint.tokenizer, prompt, max_new_tokens, temperature, chat, seed, streamer
+    )
+    console.print(
+        f"[{result.new_tokens} tokens; cache {result.cache_bytes:,} bytes for {result.cached_tokens} tokens]",
+        markup=False,
+        highlight=False,
+    )
+    write_json(json, asdict(result))

@@ -1,0 +1,66 @@
+"""What was done to make a folded checkpoint, kept with it as ``kvfold.json`` and told in its model card."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything needed to make the checkpoint again. ``layers`` has each layer's layout and kept energy."""
+
+    source: dict[str, Any]
+    method: str
+    span: str
+    cache_fraction: float
+    cache_bytes_per_token: dict[str, float]
+    balance: float | None
+    balance_search: dict[str, float]
+    noise: float
+    calibration: dict[str, Any] | None
+    dtype: str
+    seed: int
+    layers: list[dict[str, Any]]
+    seconds: float
+    format: int = FORMAT
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+
+    def write(self, folder: Path) -> None:
+        """Write ``kvfold.json`` and the model card ``README.md``."""
+        (folder / "kvfold.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        template = files("kvfold.convert").joinpath("model_card.md.jinja").read_text(encoding="utf-8")
+        card = Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True).from_string(template)
+        (folder / "README.md").write_text(card.render(recipe=self) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what did the work."""
+    packages = ("kvfold", "torch", "transformers", "safetensors", "numpy", "scipy")
+    return {"python": platform.python_version(), **{package: version(package) for package in packages}}
+
+
+def describe_source(path: str, folder: Path | None, config: Any) -> dict[str, Any]:
+    """Name a source so that it can be told from another: Hub id and commit, or the hash of its weight files."""
+    entry: dict[str, Any] = {"path": path, "model_type": config.model_type}
+    if folder is None:
+        entry["revision"] = getattr(config, "_commit_hash", None)
+        return entry
+    weights = [Path(path).expanduser()] if path.endswith(".gguf") else sorted(folder.glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for file in weights:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    entry["sha256"] = digest.hexdigest()
+    return entry

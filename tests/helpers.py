@@ -1,0 +1,96 @@
+"""Small random models for the tests, folded ones with any layout, and plain ones that must equal them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from kvfold.model import FoldedLayout, family_of
+from kvfold.model.family import FORMAT
+
+
+def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 3.0) -> torch.nn.Module:
+    """Give a freshly made model weights that make attention matter: larger, and norms that are not all ones."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(noise * scale / parameter.shape[-1] ** 0.5 / (3 if "embed" in name else 2))
+    return model.eval()
+
+
+def llama(**changes: object) -> LlamaForCausalLM:
+    """A random Llama: 3 layers, 6 heads over 2 KV heads, head_dim 8, width 48."""
+    entries: dict = {
+        "vocab_size": 320,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 1,
+        "tie_word_embeddings": False,
+    }
+    return randomize(LlamaForCausalLM(LlamaConfig(**(entries | changes))))
+
+
+def mistral(**changes: object) -> MistralForCausalLM:
+    """A random Mistral with a sliding window of 12 tokens."""
+    entries: dict = {
+        "vocab_size": 320,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 12,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 1,
+    }
+    return randomize(MistralForCausalLM(MistralConfig(**(entries | changes))))
+
+
+def with_layouts(source: Any, layouts: list[FoldedLayout], seed: int = 1) -> Any:
+    """A folded model with random weights and these layouts, in the source's family and sizes."""
+    family = family_of(source.config)
+    entries = source.config.to_dict()
+    for name in ("model_type", "architectures", "transformers_version"):
+        entries.pop(name, None)
+    config = family.config_class(**entries, kvfold={"format": FORMAT, "layers": [each.to_dict() for each in layouts]})
+    config._attn_implementation = source.config._attn_implementation
+    return randomize(family.model_class(config), seed)
+
+
+def as_plain(folded: Any, source: Any) -> Any:
+    """The source's own class with k_proj = W_s and v_proj = B·W_s of a folded model with full windows, R = KV·d."""
+    state = {
+        name: tensor
+        for name, tensor in folded.state_dict().items()
+        if "latent_proj" not in name and "value_map" not in name
+    }
+    for index, attention in enumerate(family_of(source.config).attentions(folded)):
+        prefix = f"model.layers.{index}.self_attn."
+        latent = attention.latent_proj.weight
+        state[prefix + "k_proj.weight"] = latent
+        value = latent if attention.value_map is None else attention.value_map.weight @ latent
+        state[prefix + "v_proj.weight"] = value
+    source.load_state_dict(state, strict=True)
+    return source
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference relative to the largest entry."""
+    return float((a - b).abs().max() / b.abs().max())
