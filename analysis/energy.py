@@ -20,7 +20,8 @@ DEFAULT_BALANCE = 0.1
 KEY_BLEND = 0.05  # share of plain moments in the key moments, so that no direction of the input counts for nothing
 VALUE_BLEND = 0.05  # the same for the value moments
 QUERY_FLOOR = 1e-3  # of the largest query moment: a direction no query of the calibration text used still counts
-INPUT_FLOOR = 1e-6  # of the mean input moment: directions that the calibration text did not visit
+INPUT_FLOOR = 1e-6  # of the mean input moment: directions that the calibration text did not visit; raised tenfold
+# until rounding no longer hides that a moment is positive
 NO_DATA_DISTANCE = 512  # tokens; without text all distances up to here count alike
 
 
@@ -32,8 +33,10 @@ class WeightedLayer:
         key, value: maps ``[KV, d, D + 1]``; the last column is the bias.
         key_root, key_unroot: square root of M_k and its inverse, ``[KV, d, d]``.
         value_root, value_unroot: square root of M_v and its pseudo-inverse, ``[KV, d, d]``.
-        moment: second moment of x̃ in which the joint signal is measured, ``[D + 1, D + 1]``.
-        value_moments: for each KV head the second moment on which its value map is fitted, ``[KV, D + 1, D + 1]``.
+        moment_root: lower Cholesky factor of the second moment of x̃ in which the joint signal is measured,
+            ``[D + 1, D + 1]``. Everything works on factors: squaring would lose half of the digits.
+        value_moment_roots: for each KV head that of the moment on which its value map is fitted,
+            ``[KV, D + 1, D + 1]``.
     """
 
     key: torch.Tensor
@@ -42,8 +45,8 @@ class WeightedLayer:
     key_unroot: torch.Tensor
     value_root: torch.Tensor
     value_unroot: torch.Tensor
-    moment: torch.Tensor
-    value_moments: torch.Tensor
+    moment_root: torch.Tensor
+    value_moment_roots: torch.Tensor
 
     @property
     def heads(self) -> int:
@@ -61,14 +64,18 @@ class WeightedLayer:
         """
         keys = self.key_root @ self.key
         values = self.value_root @ self.value
-        factor = (balance * _energy(keys, self.moment) / _energy(values, self.moment).clamp(min=1e-300)).sqrt().item()
+        key_size, value_size = (keys @ self.moment_root).norm(), (values @ self.moment_root).norm()
+        factor = float(balance**0.5 * key_size / value_size.clamp(min=1e-150))
         return torch.cat((keys[heads].flatten(0, 1), factor * values[heads].flatten(0, 1))), factor
 
     def spectrum(self, heads: list[int], balance: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Energies of the joint signal of some heads, largest first, ``[2·n·d]``, and their directions in columns."""
+        """Energies of the joint signal of some heads, largest first, and their directions in columns.
+
+        There are ``min(2·n·d, D + 1)`` of them.
+        """
         rows, _ = self.joint(heads, balance)
-        energies, directions = torch.linalg.eigh(rows @ self.moment @ rows.T)
-        return energies.flip(0).clamp(min=0), directions.flip(1)
+        directions, sizes, _ = torch.linalg.svd(rows @ self.moment_root, full_matrices=False)
+        return sizes.square(), directions
 
     def head_groups(self, span: str) -> list[list[int]]:
         """Heads that share a latent: all of them together, or each alone (span ``head``)."""
@@ -101,7 +108,7 @@ def weigh(
         value_moments = inputs.expand(kv, -1, -1)
         distances = torch.full((kv, NO_DATA_DISTANCE), 1 / NO_DATA_DISTANCE, dtype=torch.float64)
     else:
-        inputs = _with_floor(moments.inputs)
+        inputs = moments.inputs
         key_moment = (1 - KEY_BLEND) * moments.keys + KEY_BLEND * inputs
         value_moments = (1 - VALUE_BLEND) * moments.values + VALUE_BLEND * inputs
         distances = moments.distances
@@ -120,8 +127,8 @@ def weigh(
         key_unroot=key_unroot,
         value_root=value_root,
         value_unroot=value_unroot,
-        moment=key_moment,
-        value_moments=value_moments,
+        moment_root=_factor(key_moment),
+        value_moment_roots=torch.stack([_factor(moment) for moment in value_moments]),
     )
 
 
@@ -166,11 +173,15 @@ def _roots(moment: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Tens
     return (basis * root[:, None]) @ basis.transpose(1, 2), (basis / root[:, None]) @ basis.transpose(1, 2)
 
 
-def _with_floor(moment: torch.Tensor) -> torch.Tensor:
-    mean = moment.diagonal()[:-1].mean()
-    floor = torch.full((len(moment),), float(INPUT_FLOOR * mean), dtype=moment.dtype)
-    floor[-1] = 0
-    return moment + torch.diag(floor)
+def _factor(moment: torch.Tensor) -> torch.Tensor:
+    """Lower Cholesky factor of ``[n, n]``, its diagonal raised a little (see ``INPUT_FLOOR``)."""
+    floor = INPUT_FLOOR * moment.diagonal().mean()
+    failed = torch.ones(())
+    while failed:
+        raised = moment + floor * torch.eye(len(moment), dtype=moment.dtype)
+        factor, failed = torch.linalg.cholesky_ex(raised)
+        floor = 10 * floor
+    return factor
 
 
 def _with_bias(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -178,7 +189,3 @@ def _with_bias(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     weight = weight.detach().double().cpu()
     column = weight.new_zeros(len(weight)) if bias is None else bias.detach().double().cpu()
     return torch.cat((weight, column[:, None]), dim=1)
-
-
-def _energy(maps: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    return torch.einsum("hdi,ij,hdj->", maps, moment, maps)

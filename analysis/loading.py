@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from ..model import KvfoldError, family_of, is_folded
+from ..model.errors import first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,7 +58,7 @@ def load(path: str, dtype: str = "auto", device: str = "cpu") -> Checkpoint:
     name = str(folder) if folder else path
     if folder and not gguf:
         _check_weight_files(folder)
-    with _one_line(path), _quiet():
+    with _one_line(path), quiet():
         config = AutoConfig.from_pretrained(name, **where)
         family_of(config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -79,14 +80,14 @@ def load(path: str, dtype: str = "auto", device: str = "cpu") -> Checkpoint:
     try:
         model = model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
-        raise KvfoldError(f"device {device!r} cannot be used: {_first_line(error)}") from error
+        raise KvfoldError(f"device {device!r} cannot be used: {first_line(error)}") from error
     return Checkpoint(path, model, _tokenizer(name, where), folder)
 
 
 def source_config(path: str) -> PreTrainedConfig:
     """Only the config of MODEL, of a family that is supported. Raises KvfoldError."""
     folder, gguf = _locate(path)
-    with _one_line(path), _quiet():
+    with _one_line(path), quiet():
         config = AutoConfig.from_pretrained(str(folder) if folder else path, **({"gguf_file": gguf} if gguf else {}))
     family_of(config)
     return config
@@ -129,7 +130,7 @@ def _check_weight_files(folder: Path) -> None:
         try:
             shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError) as error:
-            raise KvfoldError(f"{index} is damaged: {_first_line(error)}") from error
+            raise KvfoldError(f"{index} is damaged: {first_line(error)}") from error
         for shard in shards:
             if not (folder / shard).is_file():
                 raise KvfoldError(f"{folder}: shard {shard} is missing")
@@ -139,7 +140,7 @@ def _check_weight_files(folder: Path) -> None:
 
 def _tokenizer(name: str, where: dict[str, Any]) -> Any:
     try:
-        with _quiet():
+        with quiet():
             return AutoTokenizer.from_pretrained(name, **where)
     except (OSError, ValueError, KeyError):
         return None
@@ -161,18 +162,13 @@ def _one_line(path: str) -> Iterator[None]:
     except KvfoldError:
         raise
     except SafetensorError as error:
-        raise KvfoldError(f"{path}: a safetensors file is damaged or cut short ({_first_line(error)})") from error
+        raise KvfoldError(f"{path}: a safetensors file is damaged or cut short ({first_line(error)})") from error
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError) as error:
-        raise KvfoldError(f"{path} cannot be loaded: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+        raise KvfoldError(f"{path} cannot be loaded: {first_line(error)}") from error
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers' own bars and warnings off a terminal that shows ours."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()

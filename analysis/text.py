@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from ..model import KvfoldError
+from ..model.errors import first_line
 
 CALIBRATE, EVALUATE = "calibrate", "evaluate"
 KINDS = "a .txt, .jsonl or .parquet file, hf:NAME[:CONFIG[:SPLIT]], docs, or self"
@@ -90,6 +92,7 @@ class TextSource:
     def _documents(self) -> Iterator[str]:
         import datasets  # takes a second to import, and few commands need it
 
+        datasets.logging.set_verbosity(logging.CRITICAL)  # what it says is in the error that it raises
         try:
             if self.spec.startswith("hf:"):
                 name, *rest = self.spec[3:].split(":")
@@ -105,7 +108,7 @@ class TextSource:
         except KvfoldError:
             raise
         except Exception as error:  # datasets raises of many kinds for what the user gave
-            raise KvfoldError(f"text {self.spec!r} cannot be read: {str(error).splitlines()[0]}") from error
+            raise KvfoldError(f"text {self.spec!r} cannot be read: {first_line(error)}") from error
 
 
 def python_manual(purpose: str) -> str:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 import typer
 
 from ..model import KvfoldError
+from ..model.errors import first_line
 from .analyze import analyze
 from .convert import convert
 from .demo import demo
 from .evaluate import evaluate
 from .generate import generate
 
+INTERRUPTED = 130  # the shell's status for Ctrl-C, which typer returns
 COMMANDS = (analyze, convert, evaluate, generate, demo)
 
 app = typer.Typer(
     name="kvfold",
     help="Fold the keys and values of a pretrained model into one tensor, and see what it costs.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -30,19 +32,24 @@ for command in COMMANDS:
 
 def main() -> None:
     """Run the command line; a failure is one line on standard error and an exit status other than 0."""
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
     try:
-        app()
+        status = app(standalone_mode=False)
     except KvfoldError as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        _fail("interrupted; nothing was left half-written", status=130)
-    except Exception as error:  # the last resort: nobody but a developer wants the traceback
+    except Exception as error:
+        if message := getattr(error, "format_message", None):  # the parser's: an unknown option, say
+            _fail(f"{message()} (see --help)", status=2)
         if os.environ.get("KVFOLD_DEBUG"):
             raise
-        reason = (str(error).strip() or "no message").splitlines()[0]
-        _fail(f"unexpected {type(error).__name__}: {reason} (KVFOLD_DEBUG=1 shows where)")
+        # The last resort: nobody but a developer wants the traceback.
+        _fail(f"unexpected {type(error).__name__}: {first_line(error)} (KVFOLD_DEBUG=1 shows where)")
+    if status == INTERRUPTED:
+        _fail("interrupted; nothing was left half-written", status=INTERRUPTED)
+    sys.exit(status if isinstance(status, int) else 0)
 
 
-def _fail(message: str, status: int = 1) -> None:
+def _fail(message: str, status: int = 1) -> NoReturn:
     print(f"kvfold: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(status)

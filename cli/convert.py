@@ -36,7 +36,7 @@ def convert(
     ] = None,
     cache_dtype: Annotated[
         str, typer.Option(help="Coarsest dtype the cache will have; the fold is made to stand its rounding.")
-    ] = "bfloat16",
+    ] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Of the weight files.")] = "5GB",
     overwrite: Annotated[bool, typer.Option(help="Replace OUT where it exists.")] = False,
     json: Json = None,

@@ -64,12 +64,12 @@ def fold_heads(layer: WeightedLayer, heads: list[int], width: int, balance: floa
     extra = windows[:0]
     if width > n * d:
         values = _per_head(layer.value_unroot[heads], kept[n * d :] / factor)
-        residual = values - _regress(values, windows, layer.moment, noise) @ windows
+        residual = values - _regress(values, windows, layer.moment_root, noise) @ windows
         weighted = _per_head(layer.value_root[heads], residual)
-        _, basis = torch.linalg.eigh(weighted @ layer.moment @ weighted.T)
-        extra = basis.flip(1)[:, : width - n * d].T @ weighted
+        basis, _, _ = torch.linalg.svd(weighted @ layer.moment_root)
+        extra = basis[:, : width - n * d].T @ weighted
     latent = torch.cat((windows, extra))
-    fitted = [_regress(layer.value[head], latent, layer.value_moments[head], noise) for head in heads]
+    fitted = [_regress(layer.value[head], latent, layer.value_moment_roots[head], noise) for head in heads]
     return HeadFold(windows, extra, torch.cat(fitted))
 
 
@@ -78,11 +78,17 @@ def _per_head(matrices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return (matrices @ rows.unflatten(0, matrices.shape[:2])).flatten(0, 1)
 
 
-def _regress(target: torch.Tensor, latent: torch.Tensor, moment: torch.Tensor, noise: float) -> torch.Tensor:
-    """Least squares B with target ≈ B·latent (both maps of x̃), the latent's entries carrying relative noise."""
-    gram = latent @ moment @ latent.T
-    scale = gram.diagonal().clamp(min=1e-300).rsqrt()
-    gram = gram * scale[:, None] * scale
-    gram.diagonal().add_(noise)
-    cross = target @ moment @ latent.T * scale
-    return torch.linalg.solve(gram, cross.T).T * scale
+def _regress(target: torch.Tensor, latent: torch.Tensor, moment_root: torch.Tensor, noise: float) -> torch.Tensor:
+    """Least squares B with target ≈ B·latent (both maps of x̃), the latent's entries carrying relative noise.
+
+    Args:
+        target: ``[t, D + 1]``. latent: ``[R, D + 1]``. moment_root: factor of the second moment of x̃.
+        noise: variance of the noise relative to the second moment of each latent entry: a ridge.
+    """
+    columns = (latent @ moment_root).T  # [D + 1, R]
+    size = columns.norm(dim=0)
+    scale = torch.where(size > 0, 1 / size.clamp(min=1e-150), 0.0)
+    ridge = noise**0.5 * torch.eye(len(latent), dtype=latent.dtype)
+    wanted = torch.cat(((target @ moment_root).T, latent.new_zeros(len(latent), len(target))))
+    solution = torch.linalg.lstsq(torch.cat((columns * scale, ridge)), wanted, driver="gels").solution
+    return solution.T * scale

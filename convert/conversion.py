@@ -13,7 +13,7 @@ import torch
 
 from ..analysis.divergence import Divergence
 from ..analysis.energy import DEFAULT_BALANCE, WeightedLayer, weigh_model
-from ..analysis.loading import DTYPES, Checkpoint, load, require_unfolded
+from ..analysis.loading import DTYPES, Checkpoint, load, quiet, require_unfolded
 from ..analysis.moments import collect_moments, windows
 from ..analysis.perplexity import source_cache_bytes_per_token
 from ..analysis.progress import Track, silent
@@ -41,7 +41,8 @@ class ConvertOptions:
         span: ``all`` or ``head``; None: ``all``, or ``head`` for the methods that know no other.
         calibrate: TEXT. calibrate_tokens: how many of its tokens. calibrate_window: tokens in one go.
         balance: λ; None: found by KL from the source on held-out windows of the text.
-        cache_dtype: the coarsest dtype that the cache will have; the value map is made to stand its rounding.
+        cache_dtype: the coarsest dtype that the cache will have; the value map is made to stand its rounding. ``auto``:
+            bfloat16, so that the model may be loaded in any dtype, but the weights' own where the fold is exact.
         dtype: of the written weights; ``auto``: the source's.
         max_shard_size: of the written files. overwrite: replace OUT. seed: of text ``self``. device: torch device.
     """
@@ -54,7 +55,7 @@ class ConvertOptions:
     calibrate_tokens: int = 16384
     calibrate_window: int = 512
     balance: float | None = None
-    cache_dtype: str = "bfloat16"
+    cache_dtype: str = "auto"
     dtype: str = "auto"
     max_shard_size: str = "5GB"
     overwrite: bool = False
@@ -91,7 +92,7 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
     with whole_folder(target, needed) as partial:
         source_bytes = source_cache_bytes_per_token(checkpoint.config, checkpoint.model.dtype)
         folded = build_model(checkpoint, layers)
-        with track("writing", 1) as advance:
+        with quiet(), track("writing", 1) as advance:
             folded.save_pretrained(partial, max_shard_size=options.max_shard_size)
             if checkpoint.tokenizer is not None:
                 checkpoint.tokenizer.save_pretrained(partial)
@@ -114,8 +115,8 @@ def check_options(chosen: Method, options: ConvertOptions) -> None:
         raise KvfoldError(f"cache fraction {options.cache_fraction} is out of range: 0.5 to 1")
     if options.balance is not None and not (math.isfinite(options.balance) and options.balance > 0):
         raise KvfoldError(f"balance {options.balance} is out of range: it is a positive number")
-    if options.cache_dtype not in DTYPES:
-        raise KvfoldError(f"cache dtype {options.cache_dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+    if options.cache_dtype not in ("auto", *DTYPES):
+        raise KvfoldError(f"cache dtype {options.cache_dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
     if options.calibrate_tokens < 2 * options.calibrate_window:
         raise KvfoldError(
             f"{options.calibrate_tokens} calibration tokens are too few: use {2 * options.calibrate_window} or more "
@@ -136,6 +137,16 @@ def latent_width(traits: AttentionTraits, options: ConvertOptions, span: str) ->
     fraction = 0.5 if options.cache_fraction is None else options.cache_fraction
     step = heads if span == "head" else 1
     return round(2 * keys * fraction / step) * step
+
+
+def cache_dtype(options: ConvertOptions, traits: AttentionTraits, width: int, weights: torch.dtype) -> torch.dtype:
+    """The dtype whose rounding the value map of a layer is made to stand.
+
+    With as many columns as the input has, a latent can lose nothing at all, so there ``auto`` gives no accuracy away.
+    """
+    if options.cache_dtype != "auto":
+        return DTYPES[options.cache_dtype]
+    return weights if width >= traits.width else torch.bfloat16
 
 
 def rounding_noise(dtype: torch.dtype) -> float:
@@ -186,7 +197,6 @@ class _Folding:
         self.checkpoint, self.method, self.options, self.track = checkpoint, chosen, options, track
         self.family = family_of(checkpoint.config)
         self.span = options.span or ("head" if chosen.half_only else "all")
-        self.noise = rounding_noise(DTYPES[options.cache_dtype])
         self.balance: float | None = None if chosen.half_only else options.balance or DEFAULT_BALANCE
         self.search: dict[str, float] = {}
         self.calibration: dict[str, Any] | None = None
@@ -194,6 +204,10 @@ class _Folding:
         self.attentions = self.family.attentions(model)
         self.traits = [self.family.traits(model.config, layer) for layer in range(len(self.attentions))]
         self.widths = [latent_width(traits, options, self.span) for traits in self.traits]
+        self.noise = [
+            rounding_noise(cache_dtype(options, traits, width, model.dtype))
+            for traits, width in zip(self.traits, self.widths, strict=True)
+        ]
         self._weighted: list[WeightedLayer] | None = None
 
     @property
@@ -256,12 +270,12 @@ class _Folding:
         track = silent if quiet else self.track
         folded = []
         with track("folding", len(self.attentions)) as advance:
-            for attention, traits, weighted, width in zip(
-                self.attentions, self.traits, self.weighted, self.widths, strict=True
+            for attention, traits, weighted, width, noise in zip(
+                self.attentions, self.traits, self.weighted, self.widths, self.noise, strict=True
             ):
                 balance = self.balance or DEFAULT_BALANCE
                 weights = self.family.weights(attention)
-                problem = LayerProblem(weights, traits, weighted, width, self.span, balance, self.noise)
+                problem = LayerProblem(weights, traits, weighted, width, self.span, balance, noise)
                 folded.append(self.method.fold(problem))
                 advance(1)
         return folded
@@ -284,7 +298,7 @@ class _Folding:
             cache_bytes_per_token={"source": source_bytes, "folded": folded_bytes},
             balance=self.balance,
             balance_search=self.search,
-            noise=self.noise,
+            noise=max(self.noise),
             calibration=self.calibration,
             dtype=str(model.dtype).removeprefix("torch."),
             seed=options.seed,

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from ..analysis.generation import Continuation, continue_text
-from ..analysis.loading import load
+from ..analysis.loading import load, quiet
 from ..analysis.moments import collect_moments, windows
 from ..analysis.perplexity import Evaluation, evaluate_checkpoint
 from ..analysis.plots import figures
@@ -56,7 +56,7 @@ def run_demo(out: Path, options: DemoOptions, track: Track = silent) -> DemoResu
         gguf = fetch()
         advance(1)
     source = out / "source"
-    with whole_folder(source) as partial:
+    with quiet(), whole_folder(source) as partial:
         checkpoint = load(str(gguf))
         checkpoint.model.save_pretrained(partial)
         checkpoint.tokenizer.save_pretrained(partial)

@@ -11,7 +11,7 @@ from kvfold.model import FoldedLayout, family_of
 from kvfold.model.family import FORMAT
 
 
-def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 3.0) -> torch.nn.Module:
+def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 2.0) -> torch.nn.Module:
     """Give a freshly made model weights that make attention matter: larger, and norms that are not all ones."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,0 +1,184 @@
+"""Conversions end to end on small models: exact where they can be, close where they should be, and recorded."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import llama, mistral, relative
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from kvfold.analysis.divergence import Divergence
+from kvfold.analysis.text import write_text
+from kvfold.convert.conversion import ConvertOptions, convert, rounding_noise
+from kvfold.convert.methods import METHODS
+
+
+@pytest.fixture
+def run(tmp_path: Path, source: Path, text_file: Path) -> Any:
+    """Convert the source with changed options; returns the folded model and its recipe."""
+
+    def convert_it(path: Path = source, **changes: Any) -> tuple[Any, Any]:
+        options = {"calibrate": str(text_file), "calibrate_tokens": 2048, "calibrate_window": 64, "overwrite": True}
+        result = convert(str(path), str(tmp_path / "out"), ConvertOptions(**(options | changes)))
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), result.recipe
+
+    return convert_it
+
+
+@pytest.fixture
+def rows(source: Path, text_file: Path) -> torch.Tensor:
+    """Text that no conversion here was calibrated on: the end of the file."""
+    tokens = AutoTokenizer.from_pretrained(source)(text_file.read_text()).input_ids
+    assert len(tokens) > 2048 + 4 * 64
+    return torch.tensor(tokens[-4 * 64 :]).view(4, 64)
+
+
+def divergence(source: Path, model: Any, rows: torch.Tensor) -> float:
+    return Divergence(AutoModelForCausalLM.from_pretrained(source).eval(), rows).of(model)
+
+
+@pytest.mark.parametrize("name", ["svd", "calibrated"])
+@pytest.mark.parametrize("span", ["all", "head"])
+@torch.no_grad()
+def test_full_width_reproduces_the_source(run: Any, source: Path, ids: torch.Tensor, name: str, span: str) -> None:
+    model, recipe = run(method=name, span=span, cache_fraction=1.0)
+    expected = AutoModelForCausalLM.from_pretrained(source).eval()(ids).logits
+    assert relative(model(ids).logits, expected) < 1e-5
+    assert recipe.cache_fraction == 1.0
+
+
+@torch.no_grad()
+def test_full_width_reproduces_stories(stories: Path, tmp_path: Path) -> None:
+    convert(str(stories), str(tmp_path / "out"), ConvertOptions(method="svd", latent_width=64))
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    rows = tokenizer("Once upon a time there was a little girl named Lily.", return_tensors="pt").input_ids
+    expected = AutoModelForCausalLM.from_pretrained(stories)(rows).logits
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(rows).logits
+    assert float((found - expected).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("method", ["calibrated", "svd"])
+@torch.no_grad()
+def test_full_multi_head_loses_nothing_at_half(tmp_path: Path, run: Any, ids: torch.Tensor, method: str) -> None:
+    """KV·d = D: the values are a linear map of the keys, so half of the cache suffices."""
+    source = llama(num_key_value_heads=6)
+    source.save_pretrained(tmp_path / "mha")
+    # The text file's tokenizer has the same vocabulary; the random model does not mind what the ids mean.
+    AutoTokenizer.from_pretrained(run()[0].name_or_path).save_pretrained(tmp_path / "mha")
+    model, recipe = run(tmp_path / "mha", method=method)
+    assert recipe.cache_fraction == 0.5
+    assert float((model(ids).logits - source(ids).logits).abs().max()) < 1e-3
+
+
+@torch.no_grad()
+def test_more_cache_is_closer_and_data_helps(run: Any, source: Path, rows: torch.Tensor) -> None:
+    losses = [divergence(source, run(cache_fraction=fraction)[0], rows) for fraction in (0.5, 0.625, 0.75, 0.875, 1.0)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 1e-6
+    every = {name: divergence(source, run(method=name)[0], rows) for name in METHODS}
+    head = divergence(source, run(span="head")[0], rows)
+    assert every["calibrated"] < min(every["svd"], every["procrustes"]) < every["mean"]
+    assert every["calibrated"] < head < every["mean"]
+
+
+def test_methods_on_a_pretrained_model(stories: Path, run: Any) -> None:
+    """On real weights and the model's own text, data helps and the baselines destroy the model."""
+    source = AutoModelForCausalLM.from_pretrained(stories)
+    rows = write_text(source, AutoTokenizer.from_pretrained(stories), 1024, seed=1, length=128).view(8, 128)
+    every = {
+        name: divergence(stories, run(stories, method=name, calibrate="self", calibrate_tokens=4096)[0], rows)
+        for name in METHODS
+    }
+    assert every["calibrated"] < 0.1
+    assert every["calibrated"] < every["svd"] < every["procrustes"] < every["mean"]
+
+
+@torch.no_grad()
+def test_sliding_window_family(tmp_path: Path, run: Any, folded: Path, ids: torch.Tensor) -> None:
+    source = mistral()
+    source.save_pretrained(tmp_path / "mistral")
+    AutoTokenizer.from_pretrained(folded).save_pretrained(tmp_path / "mistral")
+    model, _ = run(tmp_path / "mistral", cache_fraction=1.0)
+    assert relative(model(ids).logits, source(ids).logits) < 1e-5
+    assert torch.equal(
+        model.generate(ids, do_sample=False, max_new_tokens=30),
+        source.generate(ids, do_sample=False, max_new_tokens=30),
+    )
+    half, _ = run(tmp_path / "mistral")
+    assert half.generate(ids, do_sample=False, max_new_tokens=30, return_dict_in_generate=True).cache.layers[
+        0
+    ].keys.shape == (2, 1, 11, 16)
+
+
+@torch.no_grad()
+def test_biases_are_carried(tmp_path: Path, run: Any, folded: Path, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    source = llama(attention_bias=True)
+    source.save_pretrained(tmp_path / "biased")
+    AutoTokenizer.from_pretrained(folded).save_pretrained(tmp_path / "biased")
+    for span in ("all", "head"):
+        model, _ = run(tmp_path / "biased", cache_fraction=1.0, span=span)
+        assert relative(model(ids).logits, source(ids).logits) < 1e-5
+    without, _ = run(tmp_path / "biased", cache_fraction=0.75)
+    assert divergence(tmp_path / "biased", without, rows) < 0.2
+
+
+@torch.no_grad()
+def test_the_fold_stands_a_rounded_cache(run: Any, source: Path, rows: torch.Tensor) -> None:
+    """In bfloat16 the fold made for a bfloat16 cache does no worse than the one made for a float32 cache."""
+    losses = {}
+    for dtype in ("bfloat16", "float32"):
+        model, _ = run(cache_dtype=dtype)
+        losses[dtype] = divergence(source, model.bfloat16(), rows)
+    assert losses["bfloat16"] <= losses["float32"] * 1.02
+    assert math.isclose(rounding_noise(torch.bfloat16), 2.18e-6, rel_tol=0.01)
+
+
+def test_the_folder_is_an_ordinary_checkpoint_with_its_recipe(folded: Path, source: Path) -> None:
+    names = {path.name for path in folded.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "kvfold.json", "LICENSE"} <= names
+    assert {"llama.py", "attention.py", "cache.py", "family.py", "layout.py", "rotary.py", "absorbed.py"} <= names
+    recipe = json.loads((folded / "kvfold.json").read_text())
+    assert recipe["method"] == "calibrated"
+    assert recipe["calibration"]["tokens"] + recipe["calibration"]["held_out_tokens"] == 2048
+    assert len(recipe["layers"]) == 3
+    assert len(recipe["source"]["sha256"]) == 64
+    assert all(0.5 < layer["kept_energy"] <= 1 for layer in recipe["layers"])
+    card = (folded / "README.md").read_text()
+    assert "0.5" in card
+    assert recipe["source"]["sha256"] in card
+    assert not [path for path in folded.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_the_same_conversion_gives_the_same_bytes(folded: Path, run: Any, tmp_path: Path) -> None:
+    run()
+    for name in ("model.safetensors", "config.json"):
+        assert (folded / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_shards_and_dtype(run: Any, tmp_path: Path) -> None:
+    model, recipe = run(max_shard_size="40KB", dtype="bfloat16")
+    assert model.dtype == torch.bfloat16
+    assert recipe.dtype == "bfloat16"
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+
+
+@torch.no_grad()
+def test_the_base_model_loads_too(folded: Path, ids: torch.Tensor) -> None:
+    base = AutoModel.from_pretrained(folded).eval()
+    model = AutoModelForCausalLM.from_pretrained(folded).eval()
+    expected = model(ids, output_hidden_states=True).hidden_states[-1]
+    assert relative(base(ids).last_hidden_state, expected) < 1e-6
+
+
+@torch.no_grad()
+def test_saving_again_keeps_everything(folded: Path, tmp_path: Path, ids: torch.Tensor) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folded).eval()
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(model(ids).logits, again(ids).logits)
+    assert (tmp_path / "again" / "llama.py").is_file()
