@@ -82,6 +82,7 @@ def convert(
             f"balance {recipe.balance}; KL from the source on held-out calibration text {divergence:.4f} nats/token "
             f"(expect a perplexity of about {math.exp(divergence):.3f} × the source's)",
             highlight=False,
+            soft_wrap=True,
         )
     console.print(f"written to {result.out} (recipe in kvfold.json)", highlight=False, soft_wrap=True)
     write_json(json, asdict(recipe) | {"out": str(result.out)})

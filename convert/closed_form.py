@@ -66,8 +66,9 @@ def fold_heads(layer: WeightedLayer, heads: list[int], width: int, balance: floa
         values = _per_head(layer.value_unroot[heads], kept[n * d :] / factor)
         residual = values - _regress(values, windows, layer.moment_root, noise) @ windows
         weighted = _per_head(layer.value_root[heads], residual)
-        basis, _, _ = torch.linalg.svd(weighted @ layer.moment_root)
-        extra = basis[:, : width - n * d].T @ weighted
+        signal = weighted @ layer.moment_root
+        _, basis = torch.linalg.eigh(signal @ signal.T)
+        extra = basis.flip(1)[:, : width - n * d].T @ weighted
     latent = torch.cat((windows, extra))
     fitted = [_regress(layer.value[head], latent, layer.value_moment_roots[head], noise) for head in heads]
     return HeadFold(windows, extra, torch.cat(fitted))

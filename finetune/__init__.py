@@ -1,1 +1,1 @@
-"""."""
+"""Training: uptraining of converted models and training from scratch."""

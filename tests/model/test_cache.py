@@ -160,3 +160,20 @@ def test_generation_continues_from_a_cache_handed_in(model: Any, ids: torch.Tens
     expected = model.generate(ids, do_sample=False, max_new_tokens=10)
     cache = model(ids[:, :11], use_cache=True).cache
     assert torch.equal(model.generate(ids, cache=cache, do_sample=False, max_new_tokens=10), expected)
+
+
+@pytest.mark.parametrize("make", [llama, mistral])
+@torch.no_grad()
+def test_a_compiled_step_is_one_graph(make: Any, ids: torch.Tensor) -> None:
+    """With a static cache a decoding step compiles without a graph break, as ``generate`` does on a GPU."""
+    model = with_layouts(make(), [HALF, FoldedLayout(11, 2, 2, rotary_pairs=((0, 2), (1, 3))), HALF])
+    whole = model(ids).logits
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    model(ids[:, :5], cache=cache)
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    found = [
+        step(ids[:, place : place + 1], cache=cache, position_ids=torch.full((2, 1), place)).logits
+        for place in range(5, 20)
+    ]
+    assert relative(torch.cat(found, dim=1), whole[:, 5:]) < 2e-5
