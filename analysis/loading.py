@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from ..model import KvfoldError, family_of, is_folded
+from ..model import KvfoldError, family_of, is_folded, require_known
 from ..model.errors import first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,12 +59,12 @@ def load(path: str, dtype: str = "auto", device: str = "cpu") -> Checkpoint:
     if folder and not gguf:
         _check_weight_files(folder)
     with _one_line(path), quiet():
-        config = AutoConfig.from_pretrained(name, **where)
-        family_of(config)
+        _check_family(name, where)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=torch_dtype,
             output_loading_info=True,
+            trust_remote_code=False,
             **where,
             **({} if gguf else {"use_safetensors": True}),
         )
@@ -82,15 +82,6 @@ def load(path: str, dtype: str = "auto", device: str = "cpu") -> Checkpoint:
     except (RuntimeError, AssertionError) as error:
         raise KvfoldError(f"device {device!r} cannot be used: {first_line(error)}") from error
     return Checkpoint(path, model, _tokenizer(name, where), folder)
-
-
-def source_config(path: str) -> PreTrainedConfig:
-    """Only the config of MODEL, of a family that is supported. Raises KvfoldError."""
-    folder, gguf = _locate(path)
-    with _one_line(path), quiet():
-        config = AutoConfig.from_pretrained(str(folder) if folder else path, **({"gguf_file": gguf} if gguf else {}))
-    family_of(config)
-    return config
 
 
 def require_unfolded(checkpoint: Checkpoint) -> None:
@@ -111,8 +102,9 @@ def _locate(path: str) -> tuple[Path | None, str | None]:
     if local.is_file():
         if local.suffix != ".gguf":
             raise KvfoldError(f"{path} is a file: MODEL is a folder, a Hub id or a .gguf file")
-        if local.read_bytes()[:4] != b"GGUF":
-            raise KvfoldError(f"{path} is not a GGUF file (its first bytes say otherwise)")
+        with local.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise KvfoldError(f"{path} is not a GGUF file (its first bytes say otherwise)")
         return local.resolve().parent, local.name
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -121,6 +113,15 @@ def _locate(path: str) -> tuple[Path | None, str | None]:
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(".gguf"):
         raise KvfoldError(f"{path} does not exist")
     return None, None
+
+
+def _check_family(name: str, where: dict[str, Any]) -> None:
+    """Refuse an unknown family before its code would have to be trusted or its weights read. Raises KvfoldError."""
+    if where:
+        family_of(AutoConfig.from_pretrained(name, **where))
+    else:
+        entries, _ = PreTrainedConfig.get_config_dict(name)
+        require_known(str(entries.get("model_type")))
 
 
 def _check_weight_files(folder: Path) -> None:
@@ -141,7 +142,7 @@ def _check_weight_files(folder: Path) -> None:
 def _tokenizer(name: str, where: dict[str, Any]) -> Any:
     try:
         with quiet():
-            return AutoTokenizer.from_pretrained(name, **where)
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
     except (OSError, ValueError, KeyError):
         return None
 

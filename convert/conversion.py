@@ -80,7 +80,7 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
     check_options(chosen, options)
     text = TextSource(options.calibrate, CALIBRATE) if chosen.needs_text else None
     target = Path(out).expanduser()
-    require_free(target, options.overwrite, Path(path) if Path(path).is_dir() else None)
+    require_free(target, options.overwrite, Path(path).expanduser())
     started = time.monotonic()
     checkpoint = load(path, options.dtype, options.device)
     require_unfolded(checkpoint)

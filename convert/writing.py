@@ -15,16 +15,25 @@ from safetensors import SafetensorError
 from ..model import KvfoldError
 
 
-def require_free(out: Path, overwrite: bool, source: Path | None) -> None:
-    """OUT may be written. Raises KvfoldError where it exists (unless to be overwritten) or is the source itself."""
-    if source is not None and out.exists() and out.resolve() == source.resolve():
-        raise KvfoldError(f"{out} is the source, which is never overwritten: give another OUT")
-    if source is not None and source.resolve() in out.resolve().parents:
+def require_free(out: Path, overwrite: bool, source: Path) -> None:
+    """OUT may be written.
+
+    Raises KvfoldError where it exists (unless it is to be overwritten, and was a checkpoint or empty), and where writing
+    it would touch the source, a folder or a file.
+    """
+    place, home = out.resolve(), source.resolve()
+    if source.exists() and (place == home or place in home.parents):
+        raise KvfoldError(f"{out} is the source or holds it, and a source is never touched: give another OUT")
+    if source.is_dir() and home in place.parents:
         raise KvfoldError(f"{out} lies inside the source {source}, which is never touched: give another OUT")
-    if out.exists() and not overwrite:
+    if not out.exists():
+        return
+    if not overwrite:
         raise KvfoldError(f"{out} exists: give another OUT, or --overwrite")
-    if out.exists() and not out.is_dir():
+    if not out.is_dir():
         raise KvfoldError(f"{out} exists and is not a folder: give another OUT")
+    if any(out.iterdir()) and not (out / "config.json").is_file():
+        raise KvfoldError(f"{out} is not a checkpoint, so it is not overwritten: give another OUT")
 
 
 @contextmanager

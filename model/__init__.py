@@ -7,7 +7,7 @@ converted checkpoint, so it imports torch, transformers and itself only.
 from .attention import AttentionTraits, FoldedAttention
 from .cache import LatentLayer, LatentWindowLayer, StaticLatentLayer, StaticLatentWindowLayer
 from .errors import KvfoldError
-from .family import AttentionWeights, Family, families, family_of, is_folded, register
+from .family import AttentionWeights, Family, families, family_of, is_folded, register, require_known
 from .layout import FoldedLayout
 from .llama import KvfoldLlamaConfig, KvfoldLlamaForCausalLM, KvfoldLlamaModel
 from .mistral import KvfoldMistralConfig, KvfoldMistralForCausalLM, KvfoldMistralModel
@@ -33,4 +33,5 @@ __all__ = [
     "family_of",
     "is_folded",
     "register",
+    "require_known",
 ]

@@ -109,7 +109,11 @@ def families() -> list[str]:
 
 def family_of(config: PreTrainedConfig) -> Family:
     """The family of a source model's config, or of a folded model's. Raises KvfoldError for an unknown one."""
-    model_type = config.model_type
+    return require_known(config.model_type)
+
+
+def require_known(model_type: str) -> Family:
+    """The family of this ``model_type``, a source's or a folded one's. Raises KvfoldError for an unknown one."""
     for family in _FAMILIES.values():
         if model_type in (family.model_type, family.folded_model_type):
             return family

@@ -110,6 +110,14 @@ def test_unknown_family(fails: Any, tmp_path: Path, tokenizer: PreTrainedTokeniz
     fails(tmp_path / "bert", says="llama, mistral")
 
 
+def test_code_of_a_checkpoint_is_not_run(fails: Any, copy_of: Path) -> None:
+    config = json.loads((copy_of / "config.json").read_text())
+    config |= {"model_type": "mystery", "auto_map": {"AutoConfig": "mystery.Config"}}
+    (copy_of / "config.json").write_text(json.dumps(config))
+    (copy_of / "mystery.py").write_text("raise SystemExit('ran')")
+    fails(copy_of, says="llama, mistral")
+
+
 def test_text_file_that_is_no_model(fails: Any, text_file: Path) -> None:
     fails(text_file, says="a folder, a Hub id or a .gguf file")
 
@@ -147,11 +155,13 @@ def test_out_that_exists(fails: Any, source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("keep")
     fails(source, says="--overwrite")
+    fails(source, "--overwrite", says="not a checkpoint")
     assert (tmp_path / "out" / "precious").read_text() == "keep"
 
 
 def test_out_that_is_the_source(fails: Any, copy_of: Path) -> None:
-    fails(copy_of, "--overwrite", says="never overwritten", out="damaged")
+    fails(copy_of, "--overwrite", says="never touched", out="damaged")
+    fails(copy_of, "--overwrite", says="never touched", out=".")
     fails(copy_of, says="never touched", out="damaged/inside")
 
 
@@ -216,6 +226,7 @@ def test_interruption_keeps_what_was_to_be_overwritten(
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("keep")
+    (tmp_path / "out" / "config.json").write_text("{}")
     monkeypatch.setattr(Recipe, "write", lambda self, folder: (_ for _ in ()).throw(KeyboardInterrupt))
     fails(source, "--overwrite", says="nterrupted")
     assert (tmp_path / "out" / "precious").read_text() == "keep"
