@@ -18,8 +18,8 @@ from ..model import KvfoldError
 def require_free(out: Path, overwrite: bool, source: Path) -> None:
     """OUT may be written.
 
-    Raises KvfoldError where it exists (unless it is to be overwritten, and was a checkpoint or empty), and where writing
-    it would touch the source, a folder or a file.
+    Raises KvfoldError where it exists (unless it is to be overwritten, and was a checkpoint or empty), and where
+    writing it would touch the source, a folder or a file.
     """
     place, home = out.resolve(), source.resolve()
     if source.exists() and (place == home or place in home.parents):
