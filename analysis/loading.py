@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
@@ -58,7 +60,7 @@ def load(path: str, dtype: str = "auto", device: str = "cpu") -> Checkpoint:
     name = str(folder) if folder else path
     if folder and not gguf:
         _check_weight_files(folder)
-    with _one_line(path), quiet():
+    with _one_line(path if folder else f"{path} (no such folder here; as a Hub id)"), quiet(), _no_bar(gguf):
         _check_family(name, where)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
@@ -141,7 +143,7 @@ def _check_weight_files(folder: Path) -> None:
 
 def _tokenizer(name: str, where: dict[str, Any]) -> Any:
     try:
-        with quiet():
+        with quiet(), _no_bar(where.get("gguf_file")):
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
     except (OSError, ValueError, KeyError):
         return None
@@ -168,16 +170,23 @@ def _one_line(path: str) -> Iterator[None]:
         raise KvfoldError(f"{path} cannot be loaded: {first_line(error)}") from error
 
 
+def _no_bar(gguf: str | None) -> AbstractContextManager:
+    """transformers' GGUF reader draws a bar that no setting turns off, terminal or not."""
+    return redirect_stderr(io.StringIO()) if gguf else nullcontext()
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' own bars and warnings off a terminal that shows ours."""
-    level = transformers_logging.get_verbosity()
+    level, hub_level = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()  # its retries, when it cannot be reached
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
+        hub_logging.set_verbosity(hub_level)
         if bars:
             transformers_logging.enable_progress_bar()

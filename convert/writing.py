@@ -18,8 +18,8 @@ from ..model import KvfoldError
 def require_free(out: Path, overwrite: bool, source: Path) -> None:
     """OUT may be written.
 
-    Raises KvfoldError where it exists (unless it is to be overwritten, and was a checkpoint or empty), and where
-    writing it would touch the source, a folder or a file.
+    Raises KvfoldError where it exists (unless it is to be overwritten), and where writing it would touch the source, a
+    folder or a file, or delete the user's home or working folder.
     """
     place, home = out.resolve(), source.resolve()
     if source.exists() and (place == home or place in home.parents):
@@ -32,8 +32,9 @@ def require_free(out: Path, overwrite: bool, source: Path) -> None:
         raise KvfoldError(f"{out} exists: give another OUT, or --overwrite")
     if not out.is_dir():
         raise KvfoldError(f"{out} exists and is not a folder: give another OUT")
-    if any(out.iterdir()) and not (out / "config.json").is_file():
-        raise KvfoldError(f"{out} is not a checkpoint, so it is not overwritten: give another OUT")
+    for precious in (Path.home(), Path.cwd()):
+        if place == precious.resolve() or place in precious.resolve().parents:
+            raise KvfoldError(f"{out} holds {precious}, so it is not overwritten: give another OUT")
 
 
 @contextmanager

@@ -26,41 +26,30 @@ def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 2.0) -> torc
     return model.eval()
 
 
-def llama(**changes: object) -> LlamaForCausalLM:
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def llama(**changes: object) -> Any:
     """A random Llama: 3 layers, 6 heads over 2 KV heads, head_dim 8, width 48."""
-    entries: dict = {
-        "vocab_size": 320,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "bos_token_id": 0,
-        "eos_token_id": None,
-        "pad_token_id": 1,
-        "tie_word_embeddings": False,
-    }
-    return randomize(LlamaForCausalLM(LlamaConfig(**(entries | changes))))
+    return randomize(LlamaForCausalLM(LlamaConfig(**(SIZES | changes))))
 
 
-def mistral(**changes: object) -> MistralForCausalLM:
-    """A random Mistral with a sliding window of 12 tokens."""
-    entries: dict = {
-        "vocab_size": 320,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "sliding_window": 12,
-        "bos_token_id": 0,
-        "eos_token_id": None,
-        "pad_token_id": 1,
-    }
-    return randomize(MistralForCausalLM(MistralConfig(**(entries | changes))))
+def mistral(**changes: object) -> Any:
+    """A random Mistral of the same sizes with a sliding window of 12 tokens."""
+    return randomize(MistralForCausalLM(MistralConfig(**(SIZES | {"sliding_window": 12} | changes))))
 
 
 def with_layouts(source: Any, layouts: list[FoldedLayout], seed: int = 1) -> Any:

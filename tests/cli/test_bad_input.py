@@ -151,11 +151,12 @@ def test_options_out_of_range(fails: Any, source: Path, options: list[str], says
     fails(source, *options, says=says)
 
 
-def test_out_that_exists(fails: Any, source: Path, tmp_path: Path) -> None:
+def test_out_that_exists(fails: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("keep")
     fails(source, says="--overwrite")
-    fails(source, "--overwrite", says="not a checkpoint")
+    monkeypatch.chdir(tmp_path / "out")
+    fails(source, "--overwrite", says="is not overwritten")
     assert (tmp_path / "out" / "precious").read_text() == "keep"
 
 
@@ -226,7 +227,6 @@ def test_interruption_keeps_what_was_to_be_overwritten(
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("keep")
-    (tmp_path / "out" / "config.json").write_text("{}")
     monkeypatch.setattr(Recipe, "write", lambda self, folder: (_ for _ in ()).throw(KeyboardInterrupt))
     fails(source, "--overwrite", says="nterrupted")
     assert (tmp_path / "out" / "precious").read_text() == "keep"
