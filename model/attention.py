@@ -259,12 +259,12 @@ class FoldedAttention(nn.Module):
         )
 
 
-def _matrix(linear: nn.Module) -> torch.Tensor:
+def _matrix(linear: Any) -> torch.Tensor:
     """The matrix ``[out, in]`` that a linear map applies, adapters and quantisation included."""
     if type(linear) is nn.Linear:
         return linear.weight
-    weight: Any = linear.weight
-    return linear(torch.eye(linear.in_features, dtype=weight.dtype, device=weight.device)).T  # type: ignore[arg-type]
+    weight = linear.weight
+    return linear(torch.eye(linear.in_features, dtype=weight.dtype, device=weight.device)).T
 
 
 def _in_equal_groups(assignment: tuple[int, ...]) -> bool:
