@@ -34,11 +34,14 @@ def demo(
             f"{evaluation.cache_bytes_per_token:,.0f}",
             f"{evaluation.perplexity:.2f}",
             ratio(evaluation.perplexity, first.perplexity),
-            continuation.text.replace("\n", " ")[:60] + "…",
         ]
-        for evaluation, continuation in zip(result.evaluations, result.continuations, strict=True)
+        for evaluation in result.evaluations
     ]
-    columns = ["model", "cache fraction", "bytes/token", "perplexity", "ratio", "continuation"]
+    columns = ["model", "cache fraction", "bytes/token", "perplexity", "ratio"]
     table("SmolLM2-135M-Instruct on the second half of Python's manual", columns, rows)
+    console.print(f"“{result.continuations[0].prompt}”, continued greedily:", highlight=False)
+    for evaluation, continuation in zip(result.evaluations, result.continuations, strict=True):
+        text = " ".join(continuation.text.split())
+        console.print(f"  {evaluation.path}: {text}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"report: {result.report}", highlight=False, soft_wrap=True)
     write_json(json, {"models": [evaluation.to_dict() for evaluation in result.evaluations]})

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -33,7 +34,7 @@ def track(description: str, total: int) -> Iterator[Advance]:
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table; the first column is text, the others are numbers."""
-    drawn = Table(title=title, title_justify="left")
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, name in enumerate(columns):
         drawn.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:

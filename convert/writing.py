@@ -48,7 +48,7 @@ def whole_folder(out: Path, needed_bytes: int = 0) -> Iterator[Path]:
         free = shutil.disk_usage(out.parent).free
         if needed_bytes > free:
             raise KvfoldError(
-                f"no space for {out}: {needed_bytes / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free"
+                f"no space for {out}: {needed_bytes / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free"
             )
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
     except OSError as error:
