@@ -146,7 +146,7 @@ def cache_dtype(options: ConvertOptions, traits: AttentionTraits, width: int, we
     """
     if options.cache_dtype != "auto":
         return DTYPES[options.cache_dtype]
-    return weights if width >= traits.width else torch.bfloat16
+    return weights if width >= traits.width and options.span != "head" else torch.bfloat16
 
 
 def rounding_noise(dtype: torch.dtype) -> float:
@@ -229,7 +229,7 @@ class _Folding:
             )
         rows = windows(tokens, window)
         lossless = all(
-            width == 2 * traits.key_value_heads * traits.head_dim
+            width == 2 * traits.key_value_heads * traits.head_dim or (width >= traits.width and self.span == "all")
             for width, traits in zip(self.widths, self.traits, strict=True)
         )
         held_out = 0 if lossless or options.balance is not None else min(HELD_OUT_ROWS, len(rows) // 2)
@@ -255,7 +255,7 @@ class _Folding:
             def measure(balance: float) -> float:
                 if str(balance) not in self.search:
                     self.balance = balance
-                    self.search[str(balance)] = divergence.of(build_model(self.checkpoint, self.fold(quiet=True)))
+                    self.search[str(balance)] = divergence.of(build_model(self.checkpoint, self.fold(silently=True)))
                     advance(1)
                 return self.search[str(balance)]
 
@@ -265,9 +265,9 @@ class _Folding:
                 best *= step
         self.balance = float(min(self.search, key=lambda balance: self.search[balance]))
 
-    def fold(self, quiet: bool = False) -> list[FoldedWeights]:
+    def fold(self, silently: bool = False) -> list[FoldedWeights]:
         """Fold every layer with the present balance."""
-        track = silent if quiet else self.track
+        track = silent if silently else self.track
         folded = []
         with track("folding", len(self.attentions)) as advance:
             for attention, traits, weighted, width, noise in zip(

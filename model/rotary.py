@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +18,10 @@ class RotaryTables:
     the first layer that asks for them and shared by the others.
     """
 
-    def __init__(self, rotary: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> None:
-        self._rotary = rotary
-        self._dtype = x.dtype
-        self.cos, self.sin = rotary(x, *args, **kwargs)
-        self._extra = {name: value for name, value in kwargs.items() if name != "position_ids"}
-        self._of_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, at: Callable[[torch.Tensor], tuple]) -> None:
+        self.cos, self.sin = cos, sin
+        self._at = at
+        self._of_keys: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter((self.cos, self.sin))
@@ -30,12 +29,20 @@ class RotaryTables:
     def __getitem__(self, index: int) -> torch.Tensor:
         return (self.cos, self.sin)[index]
 
+    def to(self, device: torch.device, non_blocking: bool = False) -> RotaryTables:
+        """The tables on another device; accelerate asks for it where a model is spread over several."""
+        moved = RotaryTables(
+            self.cos.to(device, non_blocking=non_blocking), self.sin.to(device, non_blocking=non_blocking), self._at
+        )
+        moved._of_keys = self._of_keys
+        return moved
+
     def of_keys(self, keeper: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin at ``positions`` ``[batch, tokens]``, the same for all layers that share the layer ``keeper``."""
-        if keeper not in self._of_keys:
-            like = torch.empty(0, dtype=self._dtype, device=positions.device)
-            self._of_keys[keeper] = self._rotary(like, position_ids=positions, **self._extra)
-        return self._of_keys[keeper]
+        wanted = (keeper, positions.device)
+        if wanted not in self._of_keys:
+            self._of_keys[wanted] = self._at(positions)
+        return self._of_keys[wanted]
 
 
 class SharedRotary(nn.Module):
@@ -45,8 +52,13 @@ class SharedRotary(nn.Module):
         super().__init__()
         self.rotary = rotary
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> RotaryTables:
-        return RotaryTables(self.rotary, x, *args, **kwargs)
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> RotaryTables:
+        def at(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            like = torch.empty(0, dtype=x.dtype, device=positions.device)
+            return self.rotary(like, position_ids=positions, **kwargs)
+
+        cos, sin = self.rotary(x, position_ids=position_ids, **kwargs)
+        return RotaryTables(cos, sin, at)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
