@@ -131,8 +131,7 @@ def is_folded(config: PreTrainedConfig) -> bool:
 class FoldedConfigMixin:
     """What a folded model's config has beside its family's: the entry ``kvfold``, with one layout per layer.
 
-    ``{"format": 1, "layers": [{"latent_width": …, "key_heads": …, …}, …]}``; ``source_model_type`` names the family,
-    ``output_bias`` and the like tell of biases that folding added.
+    ``{"format": 1, "layers": [{"latent_width": …, "key_heads": …, …}, …]}``, see ``FoldedLayout``.
     """
 
     kvfold: dict | None
