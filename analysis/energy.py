@@ -86,6 +86,8 @@ class WeightedLayer:
         groups = self.head_groups(span)
         energies = [self.spectrum(group, balance)[0] for group in groups]
         total = sum(float(part.sum()) for part in energies)
+        if total == 0:
+            return [1.0] * len(widths)  # there is nothing to lose
         return [sum(float(part[: width // len(groups)].sum()) for part in energies) / total for width in widths]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ def continue_text(
     """
     if tokenizer is None:
         raise KvfoldError("the model has no tokenizer")
-    if max_new_tokens < 1 or temperature < 0:
+    if max_new_tokens < 1 or not 0 <= temperature < math.inf:
         raise KvfoldError("max-new-tokens must be 1 or more, temperature 0 or more")
     inputs = _encode(tokenizer, prompt, chat)
     length = inputs["input_ids"].shape[1]

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from ..model import KvfoldError, family_of, is_folded, require_known
-from ..model.errors import first_line
+from ..model.errors import one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,6 +66,7 @@ def load(path: str, dtype: str = "auto", device: str = "cpu") -> Checkpoint:
             name,
             dtype=torch_dtype,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             trust_remote_code=False,
             **where,
             **({} if gguf else {"use_safetensors": True}),
@@ -74,6 +75,14 @@ def load(path: str, dtype: str = "auto", device: str = "cpu") -> Checkpoint:
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise KvfoldError(f"{path}: {len(missing)} tensors are missing from the weights, first {missing[0]}")
+    if info["mismatched_keys"]:
+        key, stored, expected = sorted(info["mismatched_keys"])[0]
+        raise KvfoldError(f"{path}: weight {key} has shape {list(stored)}, the config says {list(expected)}: damaged?")
+    if info["unexpected_keys"]:
+        extra = sorted(info["unexpected_keys"])
+        raise KvfoldError(
+            f"{path}: {len(extra)} tensors are not in the model that the config describes, first {extra[0]}"
+        )
     for key, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise KvfoldError(f"{path}: weight {key} has NaN or infinite entries")
@@ -82,7 +91,7 @@ def load(path: str, dtype: str = "auto", device: str = "cpu") -> Checkpoint:
     try:
         model = model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
-        raise KvfoldError(f"device {device!r} cannot be used: {first_line(error)}") from error
+        raise KvfoldError(f"device {device!r} cannot be used: {one_line(error)}") from error
     return Checkpoint(path, model, _tokenizer(name, where), folder)
 
 
@@ -123,7 +132,11 @@ def _check_family(name: str, where: dict[str, Any]) -> None:
         family_of(AutoConfig.from_pretrained(name, **where))
     else:
         entries, _ = PreTrainedConfig.get_config_dict(name)
+        if not isinstance(entries, dict):
+            raise KvfoldError("its config.json holds no settings")
         require_known(str(entries.get("model_type")))
+        if entries.get("quantization_config"):
+            raise KvfoldError("it is quantised; give the unquantised checkpoint (or a GGUF file, which is dequantised)")
 
 
 def _check_weight_files(folder: Path) -> None:
@@ -132,8 +145,8 @@ def _check_weight_files(folder: Path) -> None:
     if index.is_file():
         try:
             shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError) as error:
-            raise KvfoldError(f"{index} is damaged: {first_line(error)}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise KvfoldError(f"{index} is damaged: {one_line(error)}") from error
         for shard in shards:
             if not (folder / shard).is_file():
                 raise KvfoldError(f"{folder}: shard {shard} is missing")
@@ -162,12 +175,15 @@ def _one_line(path: str) -> Iterator[None]:
     """Turn what transformers raises for a broken checkpoint into one line that names it."""
     try:
         yield
-    except KvfoldError:
-        raise
+    except KvfoldError as error:
+        raise KvfoldError(f"{path}: {error}") from error
     except SafetensorError as error:
-        raise KvfoldError(f"{path}: a safetensors file is damaged or cut short ({first_line(error)})") from error
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError) as error:
-        raise KvfoldError(f"{path} cannot be loaded: {first_line(error)}") from error
+        raise KvfoldError(f"{path}: a safetensors file is damaged or cut short ({one_line(error)})") from error
+    except (
+        OSError, ValueError, RuntimeError, LookupError, TypeError, EOFError, AttributeError, ArithmeticError, ImportError
+    ) as error:  # fmt: skip
+        reason = f"{type(error).__name__} {one_line(error)}" if isinstance(error, LookupError) else one_line(error)
+        raise KvfoldError(f"{path} cannot be loaded: {reason}") from error
 
 
 def _no_bar(gguf: str | None) -> AbstractContextManager:

@@ -47,6 +47,9 @@ def evaluate(
     results = []
     for path in paths:
         checkpoint = load(path, dtype, device)
+        longest = getattr(checkpoint.config, "max_position_embeddings", None)
+        if longest and window > longest:
+            raise KvfoldError(f"a window of {window} tokens is longer than the {longest} positions of {path}")
         rows = windows(source.tokens(checkpoint.tokenizer, window * count), window)
         if len(rows) < count:
             raise KvfoldError(f"text {text!r} has only {len(rows)} windows of {window} tokens, {count} were asked for")

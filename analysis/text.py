@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..model import KvfoldError
-from ..model.errors import first_line
+from ..model.errors import one_line
+from .loading import quiet
 
 CALIBRATE, EVALUATE = "calibrate", "evaluate"
 KINDS = "a .txt, .jsonl or .parquet file, hf:NAME[:CONFIG[:SPLIT]], docs, or self"
@@ -38,6 +39,8 @@ class TextSource:
             raise KvfoldError(f"text {self.spec!r} is not understood: give {KINDS}")
         if not path.is_file():
             raise KvfoldError(f"text file {self.spec} does not exist")
+        if path.stat().st_size == 0:
+            raise KvfoldError(f"text file {self.spec} is empty")
 
     def tokens(self, tokenizer: Any, count: int | None = None, model: Any = None, seed: int = 0) -> torch.Tensor:
         """Token ids ``[n]`` (int64) of the text, the first ``count`` of them where given.
@@ -98,7 +101,8 @@ class TextSource:
                 name, *rest = self.spec[3:].split(":")
                 config = rest[0] if rest and rest[0] else None
                 split = rest[1] if len(rest) > 1 else "train"
-                rows = datasets.load_dataset(name, config, split=split, streaming=True)
+                with quiet():
+                    rows = datasets.load_dataset(name, config, split=split, streaming=True)
             else:
                 kind = "json" if self.spec.endswith(".jsonl") else "parquet"
                 path = str(Path(self.spec).expanduser())
@@ -108,7 +112,7 @@ class TextSource:
         except KvfoldError:
             raise
         except Exception as error:  # datasets raises of many kinds for what the user gave
-            raise KvfoldError(f"text {self.spec!r} cannot be read: {first_line(error)}") from error
+            raise KvfoldError(f"text {self.spec!r} cannot be read: {one_line(error)}") from error
 
 
 def python_manual(purpose: str) -> str:
@@ -146,7 +150,7 @@ def write_text(model: Any, tokenizer: Any, count: int, seed: int, length: int = 
 def _read_txt(path: Path, characters: int | None) -> str:
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read() if characters is None else file.read(characters)
+            text = file.read() if characters is None else file.read(min(characters, path.stat().st_size))
     except UnicodeDecodeError as error:
         raise KvfoldError(f"text file {path} is not UTF-8 text (byte {error.start} cannot be read)") from error
     except OSError as error:
@@ -160,8 +164,8 @@ def _read_txt(path: Path, characters: int | None) -> str:
 
 def _text_of(row: dict, spec: str) -> str:
     """The row's ``text`` column, or its only column of strings."""
-    if isinstance(row.get("text"), str):
-        return row["text"]
+    if "text" in row and (row["text"] is None or isinstance(row["text"], str)):
+        return row["text"] or ""
     strings = [value for value in row.values() if isinstance(value, str)]
     if len(strings) != 1:
         raise KvfoldError(f"text {spec!r} has no column 'text' (columns: {', '.join(row)})")

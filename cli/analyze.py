@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import TEXT_HELP, Device, Dtype, Json, Model, Seed
-from .output import check_json, console, table, track, write_json
+from .output import check_json, check_output, console, table, track, write_json
 
 
 def analyze(
@@ -37,9 +37,10 @@ def analyze(
     from ..analysis.tables import summary, write_csv
     from ..analysis.text import CALIBRATE, TextSource
 
-    check_json(json)
+    check_json(json, model)
     source = TextSource(calibrate, CALIBRATE) if calibrate else None
     if out is not None:
+        check_output(out, model)
         _make_folder(out)
     checkpoint = load(model, dtype, device)
     require_unfolded(checkpoint)

@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from ..model import KvfoldError
-from ..model.errors import first_line
+from ..model.errors import one_line
 from .analyze import analyze
 from .convert import convert
 from .demo import demo
@@ -44,7 +44,7 @@ def main() -> None:
         if os.environ.get("KVFOLD_DEBUG"):
             raise
         # The last resort: nobody but a developer wants the traceback.
-        _fail(f"unexpected {type(error).__name__}: {first_line(error)} (KVFOLD_DEBUG=1 shows where)")
+        _fail(f"unexpected {type(error).__name__}: {one_line(error)} (KVFOLD_DEBUG=1 shows where)")
     if status == INTERRUPTED:
         _fail("interrupted; nothing was left half-written", status=INTERRUPTED)
     sys.exit(status if isinstance(status, int) else 0)

@@ -51,7 +51,7 @@ def convert(
     from ..convert.conversion import ConvertOptions
     from ..convert.conversion import convert as run
 
-    check_json(json)
+    check_json(json, model, out)
     options = ConvertOptions(
         method=method,
         cache_fraction=cache_fraction,
@@ -80,7 +80,7 @@ def convert(
         divergence = min(recipe.balance_search.values())
         console.print(
             f"balance {recipe.balance}; KL from the source on held-out calibration text {divergence:.4f} nats/token "
-            f"(expect a perplexity of about {math.exp(divergence):.3f} × the source's)",
+            f"(expect a perplexity of about {math.exp(min(divergence, 700.0)):.3f} × the source's)",
             highlight=False,
             soft_wrap=True,
         )

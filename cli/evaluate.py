@@ -26,7 +26,7 @@ def evaluate(
     """
     from ..analysis.perplexity import evaluate as run
 
-    check_json(json)
+    check_json(json, *models)
     results = run(models, text, window, windows, dtype, device, track)
     first = results[0]
     rows = [

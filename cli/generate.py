@@ -31,12 +31,11 @@ def generate(
     from ..analysis.generation import continue_text
     from ..analysis.loading import load
 
-    check_json(json)
+    check_json(json, model)
     checkpoint = load(model, dtype, device)
     streamer = None
     if checkpoint.tokenizer is not None:
-        streamer = TextStreamer(checkpoint.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    console.print(prompt, end="" if not chat else "\n", markup=False, highlight=False, soft_wrap=True)
+        streamer = TextStreamer(checkpoint.tokenizer, skip_prompt=chat, skip_special_tokens=True)
     result = continue_text(
         checkpoint.model, checkpoint.tokenizer, prompt, max_new_tokens, temperature, chat, seed, streamer
     )

@@ -42,8 +42,17 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     console.print(drawn)
 
 
-def check_json(path: Path | None) -> None:
-    """Fail before the work, not after it, where the JSON file cannot be written. Raises KvfoldError."""
+def check_output(path: Path, *models: str) -> None:
+    """Refuse to write into a model's folder. Raises KvfoldError."""
+    for model in models:
+        if Path(model).expanduser().resolve() in (path.resolve(), *path.resolve().parents):
+            raise KvfoldError(f"{path} lies in the model {model}, which is never touched: give another place")
+
+
+def check_json(path: Path | None, *models: str) -> None:
+    """Fail before the work, not after it, where the JSON file must not or cannot be written. Raises KvfoldError."""
+    if path is not None:
+        check_output(path, *models)
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise KvfoldError(f"{path} cannot be written: it is a folder, or its folder does not exist")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ def check_options(chosen: Method, options: ConvertOptions) -> None:
         raise KvfoldError(f"balance {options.balance} is out of range: it is a positive number")
     if options.cache_dtype not in ("auto", *DTYPES):
         raise KvfoldError(f"cache dtype {options.cache_dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?([KMG]i?B)", options.max_shard_size, re.IGNORECASE):
+        raise KvfoldError(f"max shard size {options.max_shard_size!r} is not understood: give a size like 500MB or 5GB")
     if options.calibrate_tokens < 2 * options.calibrate_window:
         raise KvfoldError(
             f"{options.calibrate_tokens} calibration tokens are too few: use {2 * options.calibrate_window} or more "
@@ -228,6 +231,8 @@ class _Folding:
                 f"text {text.spec!r} is too short to calibrate on: {len(tokens)} tokens, use {2 * window} or more"
             )
         rows = windows(tokens, window)
+        # Nothing is lost, hence nothing to balance, where keys and values lie side by side, and where the latent has as
+        # many columns as the input.
         lossless = all(
             width == 2 * traits.key_value_heads * traits.head_dim or (width >= traits.width and self.span == "all")
             for width, traits in zip(self.widths, self.traits, strict=True)

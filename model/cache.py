@@ -195,6 +195,8 @@ class _PositionKeeper(CacheLayerMixin):
     """Lets a cache layer keep token positions in a second layer of its kind that follows whatever befalls the first."""
 
     storage: type[CacheLayerMixin]
+    # transformers would allocate by the config's heads and head_dim, which say nothing of the latent's width.
+    supports_early_init = False
     positions: torch.Tensor | None = None
     """Positions ``[batch, 1, tokens, 1]`` (int32) of the tokens that the last ``update`` returned, if kept here."""
 

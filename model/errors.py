@@ -1,5 +1,7 @@
 """The one exception that kvfold raises for input it cannot work with."""
 
+LONGEST = 300  # characters of another library's message
+
 
 class KvfoldError(ValueError):
     """Bad input, said in one line: what is wrong, where, and what to do about it.
@@ -8,6 +10,7 @@ class KvfoldError(ValueError):
     """
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, or its name where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def one_line(error: BaseException) -> str:
+    """What an exception says on one line of bounded length, or its name where it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

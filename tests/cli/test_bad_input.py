@@ -77,7 +77,33 @@ def test_missing_tensor(fails: Any, copy_of: Path) -> None:
 
 def test_tensor_of_another_shape(fails: Any, copy_of: Path) -> None:
     rewrite(copy_of, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(3, 3)}))
-    fails(copy_of, says="damaged")
+    fails(copy_of, says="lm_head.weight has shape [3, 3]")
+
+
+def test_tensor_that_belongs_nowhere(fails: Any, copy_of: Path) -> None:
+    rewrite(copy_of, lambda tensors: tensors.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(16)}))
+    fails(copy_of, says="k_proj.bias")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "cannot be loaded"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ({"num_hidden_layers": 2}, "model.layers.2"),
+    ],
+)
+def test_config_that_does_not_fit(fails: Any, copy_of: Path, changes: dict, says: str) -> None:
+    config = json.loads((copy_of / "config.json").read_text()) | changes
+    (copy_of / "config.json").write_text(json.dumps(config))
+    fails(copy_of, says=says)
+
+
+def test_json_into_the_source(fails: Any, copy_of: Path) -> None:
+    before = (copy_of / "config.json").read_text()
+    fails(copy_of, "--json", str(copy_of / "config.json"), says="never touched")
+    assert (copy_of / "config.json").read_text() == before
 
 
 def test_truncated_weights(fails: Any, copy_of: Path) -> None:
@@ -145,6 +171,8 @@ def test_file_that_is_no_gguf(fails: Any, tmp_path: Path) -> None:
         (["--cache-dtype", "int3"], "dtype"),
         (["--device", "abacus"], "abacus"),
         (["--calibrate-window", "1"], "window"),
+        (["--max-shard-size", "banana"], "max shard size"),
+        (["--seed", "-1"], "seed"),
     ],
 )
 def test_options_out_of_range(fails: Any, source: Path, options: list[str], says: str) -> None:
@@ -180,7 +208,8 @@ def test_folding_twice(fails: Any, folded: Path) -> None:
         ("zeros.txt", b"some text\0with zeros " * 99, "binary"),
         ("rows.jsonl", b'{"title": 1}\n', "text"),
         ("broken.jsonl", b"{not json", "cannot be read"),
-        ("empty.jsonl", b"", "cannot be read"),
+        ("empty.jsonl", b"", "is empty"),
+        ("nulls.jsonl", b'{"text": null}\n', "is empty"),
         ("word.docx", b"", "understood"),
     ],
 )

@@ -159,6 +159,7 @@ def test_folded_is_a_plain_model_with_folded_weights(make: Any, span: str, ids: 
         {"max_new_tokens": 30, "cache_implementation": "static"},
         {"max_new_tokens": 30, "num_beams": 3, "cache_implementation": "static"},
         {"max_new_tokens": 10, "prefill_chunk_size": 6},
+        {"max_new_tokens": 10, "prefill_chunk_size": 6, "cache_implementation": "static"},
         {"max_new_tokens": 20, "penalty_alpha": None, "prompt_lookup_num_tokens": 3},
     ):
         rows = ids[:1] if "prompt_lookup_num_tokens" in choice else ids
