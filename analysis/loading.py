@@ -180,8 +180,16 @@ def _one_line(path: str) -> Iterator[None]:
     except SafetensorError as error:
         raise KvfoldError(f"{path}: a safetensors file is damaged or cut short ({one_line(error)})") from error
     except (
-        OSError, ValueError, RuntimeError, LookupError, TypeError, EOFError, AttributeError, ArithmeticError, ImportError
-    ) as error:  # fmt: skip
+        OSError,
+        ValueError,
+        RuntimeError,
+        LookupError,
+        TypeError,
+        EOFError,
+        AttributeError,
+        ArithmeticError,
+        ImportError,
+    ) as error:
         reason = f"{type(error).__name__} {one_line(error)}" if isinstance(error, LookupError) else one_line(error)
         raise KvfoldError(f"{path} cannot be loaded: {reason}") from error
 
