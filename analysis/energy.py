@@ -32,7 +32,7 @@ class WeightedLayer:
     Attributes:
         key, value: maps ``[KV, d, D + 1]``; the last column is the bias.
         key_root, key_unroot: square root of M_k and its inverse, ``[KV, d, d]``.
-        value_root, value_unroot: square root of M_v and its pseudo-inverse, ``[KV, d, d]``.
+        value_root, value_unroot: the same of M_v.
         moment_root: lower Cholesky factor of the second moment of x̃ in which the joint signal is measured,
             ``[D + 1, D + 1]``. Everything works on factors: squaring would lose half of the digits.
         value_moment_roots: for each KV head that of the moment on which its value map is fitted,
@@ -68,12 +68,11 @@ class WeightedLayer:
         factor = float(balance**0.5 * key_size / value_size.clamp(min=1e-150))
         return torch.cat((keys[heads].flatten(0, 1), factor * values[heads].flatten(0, 1))), factor
 
-    def spectrum(self, heads: list[int], balance: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Energies of the joint signal of some heads, largest first, and their directions in columns.
+    def spectrum(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Energies of a joint signal ``rows`` (of ``joint``), largest first, and their directions in columns.
 
         There are ``min(2·n·d, D + 1)`` of them.
         """
-        rows, _ = self.joint(heads, balance)
         directions, sizes, _ = torch.linalg.svd(rows @ self.moment_root, full_matrices=False)
         return sizes.square(), directions
 
@@ -84,7 +83,7 @@ class WeightedLayer:
     def kept_shares(self, widths: list[int], span: str, balance: float = DEFAULT_BALANCE) -> list[float]:
         """Share of the joint energy that latents of these widths keep (span ``head``: equally many columns a head)."""
         groups = self.head_groups(span)
-        energies = [self.spectrum(group, balance)[0] for group in groups]
+        energies = [self.spectrum(self.joint(group, balance)[0])[0] for group in groups]
         total = sum(float(part.sum()) for part in energies)
         if total == 0:
             return [1.0] * len(widths)  # there is nothing to lose

@@ -57,7 +57,7 @@ def fold_heads(layer: WeightedLayer, heads: list[int], width: int, balance: floa
     """
     n, d = len(heads), layer.head_dim
     rows, factor = layer.joint(heads, balance)
-    _, directions = layer.spectrum(heads, balance)
+    _, directions = layer.spectrum(rows)
     top = directions[:, :width]
     kept = top @ (top.T @ rows)  # [2·n·d, D + 1], the projected signal
     windows = _per_head(layer.key_unroot[heads], kept[: n * d])

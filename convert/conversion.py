@@ -85,10 +85,10 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
     started = time.monotonic()
     checkpoint = load(path, options.dtype, options.device)
     require_unfolded(checkpoint)
-    folder = _Folding(checkpoint, chosen, options, track)
+    folding = _Folding(checkpoint, chosen, options, track)
     if text is not None:
-        folder.calibrate(text)
-    layers = folder.fold()
+        folding.calibrate(text)
+    layers = folding.fold()
     needed = sum(parameter.numel() * parameter.element_size() for parameter in checkpoint.model.parameters())
     with whole_folder(target, needed) as partial:
         source_bytes = source_cache_bytes_per_token(checkpoint.config, checkpoint.model.dtype)
@@ -99,7 +99,7 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
                 checkpoint.tokenizer.save_pretrained(partial)
             _copy_licences(checkpoint.folder, partial)
             advance(1)
-        recipe = folder.recipe(layers, source_bytes, time.monotonic() - started)
+        recipe = folding.recipe(layers, source_bytes, time.monotonic() - started)
         recipe.write(partial)
     return Conversion(target, recipe)
 
@@ -110,7 +110,8 @@ def check_options(chosen: Method, options: ConvertOptions) -> None:
         raise KvfoldError("give a cache fraction or a latent width, not both")
     if options.span is not None and options.span not in SPANS:
         raise KvfoldError(f"span {options.span!r} is unknown: use one of {', '.join(SPANS)}")
-    if chosen.half_only and (options.span == "all" or options.cache_fraction not in (None, 0.5)):
+    other_width = options.latent_width is not None or options.cache_fraction not in (None, 0.5)
+    if chosen.half_only and (options.span == "all" or other_width):
         raise KvfoldError(f"method {chosen.name!r} folds to cache fraction 0.5 with span 'head' only")
     if options.cache_fraction is not None and not 0.5 <= options.cache_fraction <= 1:
         raise KvfoldError(f"cache fraction {options.cache_fraction} is out of range: 0.5 to 1")

@@ -60,21 +60,22 @@ class GrowingTensor:
             joined = torch.cat([held, new], dim=-2)
             self.replace(joined)
             return joined
-        buffer = self.buffer
-        assert buffer is not None
-        needed = self.stop + new.shape[-2]
-        if needed > buffer.shape[-2]:
-            kept = held.shape[-2]
-            total = kept + new.shape[-2]
-            batch, heads, _, width = new.shape
-            grown = new.new_empty((batch, heads, total + max(BLOCK, total // 8), width))
-            grown[:, :, :kept] = held
-            self.buffer, self.start, self.stop = grown, 0, kept
-            buffer = grown
-            needed = total
-        buffer[:, :, self.stop : needed] = new
-        self.stop = needed
+        buffer, first = self.buffer, self.stop
+        if buffer is None or first + new.shape[-2] > buffer.shape[-2]:
+            buffer, first = self._grown(held, new), held.shape[-2]
+            self.buffer, self.start = buffer, 0
+        self.stop = first + new.shape[-2]
+        buffer[:, :, first : self.stop] = new
         return buffer[:, :, self.start : self.stop]
+
+    @staticmethod
+    def _grown(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """A buffer that begins with ``held`` and has room for ``new`` and more."""
+        batch, heads, tokens, width = new.shape
+        total = held.shape[-2] + tokens
+        buffer = new.new_empty((batch, heads, total + max(BLOCK, total // 8), width))
+        buffer[:, :, : held.shape[-2]] = held
+        return buffer
 
     def drop_first(self, tokens: int) -> None:
         """Forget the oldest ``tokens`` tokens (their room is given back at the next growth)."""

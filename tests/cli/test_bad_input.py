@@ -166,6 +166,7 @@ def test_file_that_is_no_gguf(fails: Any, tmp_path: Path) -> None:
         (["--span", "some"], "span"),
         (["--method", "magic"], "mean, procrustes, svd, calibrated"),
         (["--method", "mean", "--cache-fraction", "0.75"], "0.5"),
+        (["--method", "procrustes", "--latent-width", "20"], "0.5"),
         (["--balance", "-1"], "balance"),
         (["--dtype", "int3"], "dtype"),
         (["--cache-dtype", "int3"], "dtype"),
