@@ -1,32 +1,30 @@
-"""KL divergence of a changed model from its source."""
+"""KL divergence of changed models from their source."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 
-class Divergence:
-    """Mean KL(source ‖ changed) per token, in nats, on fixed token ids ``[rows, window]``.
+def divergences(
+    source: Iterable[torch.Tensor],
+    changed: Sequence[Iterable[torch.Tensor]],
+    advance: Callable[[int], None] = lambda rows: None,
+) -> list[float]:
+    """Mean KL(source ‖ changed) per token, in nats, of each of several changed models.
 
-    The source's log-probabilities are worked out once and kept in float32, ``[rows, window, vocabulary]``; with a
-    large vocabulary keep the rows few.
+    Args:
+        source: logits of the source, ``[batch, window, vocabulary]`` a batch. changed: those of each changed model, in
+            the same order. advance: shows progress, by rows.
     """
-
-    def __init__(self, source: Any, rows: torch.Tensor) -> None:
-        self._rows = rows
-        self._expected = [_log_probabilities(source, row) for row in rows]
-
-    def of(self, changed: Any) -> float:
-        """The divergence of ``changed``, a model with the same vocabulary."""
-        total = 0.0
-        for row, expected in zip(self._rows, self._expected, strict=True):
-            found = _log_probabilities(changed, row)
-            total += torch.nn.functional.kl_div(found, expected, reduction="sum", log_target=True).item()
-        return total / self._rows.numel()
-
-
-@torch.inference_mode()
-def _log_probabilities(model: Any, row: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=row[None].to(model.device), use_cache=False).logits[0].float().log_softmax(-1)
+    totals, tokens = [0.0] * len(changed), 0
+    for expected, *found in zip(source, *changed, strict=True):
+        log = expected.float().log_softmax(-1)
+        tokens += log.shape[0] * log.shape[1]
+        for index, logits in enumerate(found):
+            log_found = logits.float().log_softmax(-1)
+            divergence = torch.nn.functional.kl_div(log_found, log, reduction="sum", log_target=True)
+            totals[index] += divergence.item()
+        advance(log.shape[0])
+    return [total / tokens for total in totals]

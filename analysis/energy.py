@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..model import AttentionTraits, AttentionWeights, Family
+from ..model import AttentionParts, AttentionTraits, Family
 from ..model.rotary import rotate
 from .moments import LayerMoments
 
@@ -22,6 +22,7 @@ VALUE_BLEND = 0.05  # the same for the value moments
 QUERY_FLOOR = 1e-3  # of the largest query moment: a direction no query of the calibration text used still counts
 INPUT_FLOOR = 1e-6  # of the mean input moment: directions that the calibration text did not visit; raised tenfold
 # until rounding no longer hides that a moment is positive
+WHITE_TOKENS = 1024  # through a norm white inputs are sampled, there being no closed form
 NO_DATA_DISTANCE = 512  # tokens; without text all distances up to here count alike
 
 
@@ -35,8 +36,9 @@ class WeightedLayer:
         value_root, value_unroot: the same of M_v.
         moment_root: lower Cholesky factor of the second moment of x̃ in which the joint signal is measured,
             ``[D + 1, D + 1]``. Everything works on factors: squaring would lose half of the digits.
-        value_moment_roots: for each KV head that of the moment on which its value map is fitted,
-            ``[KV, D + 1, D + 1]``.
+        value_moment_roots: that of the moments on which value maps are fitted, ``[pools, D + 1, D + 1]``; see
+            ``moments.pool_of``.
+        traits: the layer's properties.
     """
 
     key: torch.Tensor
@@ -47,6 +49,7 @@ class WeightedLayer:
     value_unroot: torch.Tensor
     moment_root: torch.Tensor
     value_moment_roots: torch.Tensor
+    traits: AttentionTraits
 
     @property
     def heads(self) -> int:
@@ -56,17 +59,30 @@ class WeightedLayer:
     def head_dim(self) -> int:
         return self.key.shape[1]
 
-    def joint(self, heads: list[int], balance: float) -> tuple[torch.Tensor, float]:
+    @property
+    def mean(self) -> torch.Tensor:
+        """E[x̃] in the moment of the joint signal, ``[D + 1]``."""
+        mean = self.moment_root @ self.moment_root[-1]
+        return mean / mean[-1]
+
+    def joint(self, heads: list[int], balance: float, span: str = "all") -> tuple[torch.Tensor, float]:
         """J = [M_k^½ W_kᵀ; √(λ·scale) M_v^½ W_vᵀ] of some heads, ``[2·n·d, D + 1]``, and √(λ·scale).
 
         ``scale`` makes the energies of the layer's weighted keys and values equal, so that λ = ``balance`` says how
-        much an error in the values counts against one in the keys.
+        much an error in the values counts against one in the keys. Where the latent has a bias, the means of the keys
+        cost no direction of it, nor do those of the values where these may have a constant: they are left out.
         """
-        keys = self.key_root @ self.key
-        values = self.value_root @ self.value
+        keys = self.key_root @ (self._centred(self.key) if self.traits.latent_bias else self.key)
+        values = self.value_root @ (self._centred(self.value) if self.traits.value_constant(span) else self.value)
         key_size, value_size = (keys @ self.moment_root).norm(), (values @ self.moment_root).norm()
         factor = float(balance**0.5 * key_size / value_size.clamp(min=1e-150))
         return torch.cat((keys[heads].flatten(0, 1), factor * values[heads].flatten(0, 1))), factor
+
+    def _centred(self, maps: torch.Tensor) -> torch.Tensor:
+        """Maps of x̃ whose mean is taken off."""
+        centred = maps.clone()
+        centred[..., -1] -= maps @ self.mean
+        return centred
 
     def spectrum(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Energies of a joint signal ``rows`` (of ``joint``), largest first, and their directions in columns.
@@ -83,40 +99,34 @@ class WeightedLayer:
     def kept_shares(self, widths: list[int], span: str, balance: float = DEFAULT_BALANCE) -> list[float]:
         """Share of the joint energy that latents of these widths keep (span ``head``: equally many columns a head)."""
         groups = self.head_groups(span)
-        energies = [self.spectrum(self.joint(group, balance)[0])[0] for group in groups]
+        energies = [self.spectrum(self.joint(group, balance, span)[0])[0] for group in groups]
         total = sum(float(part.sum()) for part in energies)
         if total == 0:
             return [1.0] * len(widths)  # there is nothing to lose
         return [sum(float(part[: width // len(groups)].sum()) for part in energies) / total for width in widths]
 
 
-def weigh(
-    weights: AttentionWeights,
-    traits: AttentionTraits,
-    moments: LayerMoments | None,
-    frequencies: torch.Tensor | None,
-) -> WeightedLayer:
+def weigh(parts: AttentionParts, moments: LayerMoments | None) -> WeightedLayer:
     """Weigh a layer's keys and values.
 
     Args:
-        weights: the layer's projections. traits: its heads.
-        moments: statistics of calibration text; None: the identity, which stands for no data.
-        frequencies: RoPE's angle per token of each rotary pair, ``[pairs]``; None: keys are not rotated.
+        parts: the layer. moments: statistics of calibration text; None: white inputs stand for no data.
     """
+    traits, weights = parts.traits, parts.weights
     kv, d, group = traits.key_value_heads, traits.head_dim, traits.query_heads // traits.key_value_heads
     if moments is None:
         inputs = key_moment = torch.eye(traits.width + 1, dtype=torch.float64)
-        value_moments = inputs.expand(kv, -1, -1)
+        value_moments = inputs[None]
         distances = torch.full((kv, NO_DATA_DISTANCE), 1 / NO_DATA_DISTANCE, dtype=torch.float64)
+        query_moment, gains = _white_moments(parts)
     else:
-        inputs = moments.inputs
+        inputs, query_moment, gains = moments.inputs, moments.queries, moments.gains
         key_moment = (1 - KEY_BLEND) * moments.keys + KEY_BLEND * inputs
         value_moments = (1 - VALUE_BLEND) * moments.values + VALUE_BLEND * inputs
         distances = moments.distances
-    query = _with_bias(weights.q, weights.q_bias).view(kv, group, d, -1)
-    query_moment = (query @ inputs @ query.transpose(-1, -2)).mean(1)  # [KV, d, d]
-    if frequencies is not None:
-        query_moment = _at_distances(query_moment, frequencies.double().cpu(), distances)
+    if parts.frequencies is not None:
+        query_moment = _at_distances(query_moment, parts.frequencies.double().cpu(), distances)
+    query_moment = gains[:, :, None] * query_moment * gains[:, None]
     output = weights.o.detach().double().cpu().view(-1, kv, group, d)  # [D, KV, group, d]
     value_moment = torch.einsum("ihgd,ihge->hde", output, output) / group
     key_root, key_unroot = _roots(query_moment, QUERY_FLOOR)
@@ -130,22 +140,34 @@ def weigh(
         value_unroot=value_unroot,
         moment_root=_factor(key_moment),
         value_moment_roots=torch.stack([_factor(moment) for moment in value_moments]),
+        traits=traits,
     )
 
 
 def weigh_model(family: Family, model: Any, moments: list[LayerMoments] | None) -> list[WeightedLayer]:
     """``weigh`` every layer of a model."""
-    frequencies = rotary_frequencies(family, model)
     return [
-        weigh(family.weights(attention), family.traits(model.config, i), moments[i] if moments else None, frequencies)
-        for i, attention in enumerate(family.attentions(model))
+        weigh(family.parts_of(model, layer), moments[layer] if moments else None)
+        for layer in range(len(family.attentions(model)))
     ]
 
 
-def rotary_frequencies(family: Family, model: Any) -> torch.Tensor | None:
-    """The angle per token of each rotary pair, ``[pairs]``, or None for a model without RoPE."""
-    rotary = family.rotary_module(model)
-    return None if rotary is None else rotary.inv_freq
+@torch.no_grad()
+def _white_moments(parts: AttentionParts) -> tuple[torch.Tensor, torch.Tensor]:
+    """E[qᵀq] of each KV head's queries, ``[KV, d, d]``, and the key norm's gains ``[KV, d]``, for white inputs."""
+    traits = parts.traits
+    kv, d, group = traits.key_value_heads, traits.head_dim, traits.query_heads // traits.key_value_heads
+    gains = torch.ones(kv, d, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, WHITE_TOKENS, traits.width, generator=generator).to(parts.weights.q.device)
+    if parts.key_norm is not None:
+        before, after = (parts.keys(x, normed=normed).double().cpu().square().sum((0, 2)) for normed in (False, True))
+        gains = (after / before.clamp(min=1e-300)).sqrt()
+    if parts.query_norm is not None:
+        queries = parts.queries(x).double().cpu().reshape(kv, -1, d)
+        return queries.transpose(1, 2) @ queries / queries.shape[1], gains
+    query = _with_bias(parts.weights.q, parts.weights.q_bias).view(kv, group, d, -1)
+    return (query @ query.transpose(-1, -2)).mean(1), gains
 
 
 def _at_distances(moment: torch.Tensor, frequencies: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ The output of query head j at position q is Σ_k p_qk v_k W_o^j. To first order
 * an error δv of the value map moves it by δv applied to the attention-weighted input Σ_k p_qk x_k, so the second
   moment of that sum is what the value map is fitted on;
 * an error δs in the logit of key k moves it by p_qk (v_k − o_q) W_o^j δs, so key errors count by the square of that,
-  and meet the query rotated by the distance q − k.
+  and meet the query rotated by the distance q − k. Where keys are normed, an error of the key before the norm counts by
+  what the norm makes of it.
 
 Plain moments of x weigh all tokens and all distances alike instead; on SmolLM2 at half the cache that costs three times
 the excess loss.
@@ -13,15 +14,16 @@ the excess loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..model import AttentionTraits, AttentionWeights, Family, KvfoldError, family_of
+from ..model import AttentionParts, KvfoldError, family_of
 from .progress import Track, silent
+from .streaming import Stream
+
+VALUE_MOMENTS_BYTES = 1 << 29  # of the value moments of one layer; heads share them where each one's would take more
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,24 @@ class LayerMoments:
     Attributes:
         inputs: E[x̃ᵀx̃], ``[D + 1, D + 1]``.
         keys: the same, each token weighted by what an error in its keys does, summed over the heads.
-        values: for each KV head E[x̄ᵀx̄] of the attention-weighted inputs, ``[KV, D + 1, D + 1]``.
+        values: E[x̄ᵀx̄] of the attention-weighted inputs, ``[pools, D + 1, D + 1]``. Each KV head has its own unless that
+            takes too much memory; then neighbours share one (``pool_of``).
         distances: for each KV head the weight of key errors at each distance q − k, ``[KV, window]``, sum 1.
+        queries: E[qᵀq] of the queries of each KV head, normed, not rotated, ``[KV, d, d]``.
+        gains: how much the key norm enlarges each number of a key, ``[KV, d]``; 1 where keys are not normed.
     """
 
     inputs: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     distances: torch.Tensor
+    queries: torch.Tensor
+    gains: torch.Tensor
+
+
+def pool_of(head: int, heads: int, pools: int) -> int:
+    """Which of ``pools`` value moments KV head ``head`` of ``heads`` shares."""
+    return head * pools // heads
 
 
 def windows(tokens: torch.Tensor, window: int) -> torch.Tensor:
@@ -60,46 +72,43 @@ def collect_moments(model: Any, rows: torch.Tensor, batch: int = 2, track: Track
         track: shows progress.
     """
     family = family_of(model.config)
-    collectors = [
-        _Collector(family.weights(attention), family.traits(model.config, layer))
-        for layer, attention in enumerate(family.attentions(model))
-    ]
-    with _hooked(family, model, collectors), track("reading calibration text", len(rows)) as advance:
-        for start in range(0, len(rows), batch):
-            ids = rows[start : start + batch].to(model.device)
-            model.base_model(input_ids=ids, use_cache=False)
-            advance(len(ids))
-    return [collector.moments() for collector in collectors]
-
-
-@contextmanager
-def _hooked(family: Family, model: Any, collectors: list[_Collector]) -> Iterator[None]:
-    """Attach the collectors; attention weights are visible only in the eager implementation, so switch to that."""
+    layers = list(model.base_model.get_submodule(family.layers))
     implementation = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    handles = [
-        attention.register_forward_hook(collector, with_kwargs=True)
-        for attention, collector in zip(family.attentions(model), collectors, strict=True)
-    ]
+    model.set_attn_implementation("eager")  # attention weights are visible in no other
     try:
-        yield
+        stream, moments = Stream(family, model, rows, batch).enter(), []
+        with track("reading calibration text", len(layers)) as advance:
+            for index, layer in enumerate(layers):
+                moments.append(moments_of_layer(stream, layer, index))
+                advance(1)
     finally:
-        for handle in handles:
-            handle.remove()
         model.set_attn_implementation(implementation)
+    return moments
+
+
+def moments_of_layer(stream: Stream, layer: Any, index: int) -> LayerMoments:
+    """Statistics of one decoder layer, through which they put the stream; its model must attend eagerly."""
+    collector = _Collector(stream.family.parts_of(stream.model, index))
+    handle = getattr(layer, stream.family.attention).register_forward_hook(collector, with_kwargs=True)
+    try:
+        stream.through(layer, index)
+    finally:
+        handle.remove()
+    return collector.moments()
 
 
 class _Collector:
     """Accumulates one layer's moments: products in float32, sums in float64."""
 
-    def __init__(self, weights: AttentionWeights, traits: AttentionTraits) -> None:
-        self.kv, self.d = traits.key_value_heads, traits.head_dim
-        self.group = traits.query_heads // self.kv
-        self.value_weight, self.value_bias = weights.v.detach(), weights.v_bias
+    def __init__(self, parts: AttentionParts) -> None:
+        self.parts = parts
+        self.kv, self.d = parts.traits.key_value_heads, parts.traits.head_dim
+        self.group = parts.traits.query_heads // self.kv
         # Values measured as the output projection sees them: |v W_o^j| = |v root_j|, root_j [d, d].
-        blocks = weights.o.detach().float().view(-1, traits.query_heads, self.d).permute(1, 2, 0)
+        blocks = parts.weights.o.detach().float().view(-1, parts.traits.query_heads, self.d).permute(1, 2, 0)
         energies, basis = torch.linalg.eigh(blocks @ blocks.transpose(1, 2))
         self.roots = basis * energies.clamp(min=0).sqrt()[:, None]
+        self.pools = min(self.kv, max(1, VALUE_MOMENTS_BYTES // (8 * (parts.traits.width + 1) ** 2)))
         self.tokens = 0
         self.sums: dict[str, torch.Tensor] = {}
 
@@ -112,38 +121,57 @@ class _Collector:
         weights = output[1].float()  # [batch, H, T, T]
         batch, tokens, _ = x.shape
         ones = torch.cat((x, x.new_ones(batch, tokens, 1)), dim=-1)
-        value = torch.nn.functional.linear(x, self.value_weight.float(), self.value_bias)
-        value = value.view(batch, tokens, self.kv, self.d).transpose(1, 2)
+        value, sensitivity = self.parts.values(x), self._norm_sensitivity(x)
         importance = x.new_zeros(batch, tokens)
-        averaged, distances = [], []
+        averaged: list[Any] = [0] * self.pools
+        distances = []
         for head in range(self.kv):
             effect = x.new_zeros(tokens, tokens)
             mean = []
             for query in range(head * self.group, (head + 1) * self.group):
                 p = weights[:, query]
                 mean.append((p @ ones).flatten(0, 1))
-                squared = p.square() * _effect(p, value[:, head] @ self.roots[query])
+                squared = p.square() * _effect(p, value[:, head] @ self.roots[query]) * sensitivity[:, head, None]
                 importance += squared.sum(1)
                 effect += squared.sum(0)
-            flat = torch.cat(mean)
-            averaged.append(flat.T @ flat)
+            flat, pool = torch.cat(mean), pool_of(head, self.kv, self.pools)
+            averaged[pool] = averaged[pool] + flat.T @ flat
             distances.append(_by_distance(effect))
         flat, weight = ones.flatten(0, 1), importance.flatten()
         self._add("inputs", flat.T @ flat)
         self._add("keys", (flat * weight[:, None]).T @ flat)
         self._add("values", torch.stack(averaged))
         self._add("distances", torch.stack(distances))
+        queries = self.parts.queries(x).unflatten(1, (self.kv, self.group)).permute(1, 0, 2, 3, 4).flatten(1, 3)
+        self._add("queries", queries.transpose(1, 2) @ queries / self.group)
         self.tokens += batch * tokens
 
+    def _norm_sensitivity(self, x: torch.Tensor) -> torch.Tensor:
+        """How much the key norm enlarges each token's keys, squared, ``[batch, KV, tokens]``; sums up the gains."""
+        if self.parts.key_norm is None:
+            return x.new_ones(x.shape[0], self.kv, x.shape[1])
+        before, after = self.parts.keys(x, normed=False), self.parts.keys(x)
+        self._add("before", before.square().sum((0, 2)))
+        self._add("after", after.square().sum((0, 2)))
+        return after.square().sum(-1) / before.square().sum(-1).clamp(min=1e-20)
+
     def moments(self) -> LayerMoments:
-        """The collected moments, each scaled so that its last entry, E[1·1], is 1."""
+        """The collected moments, scaled so that their last entry, E[1·1], is 1."""
         if not self.tokens:
             raise KvfoldError("no calibration text was read")
-        scaled = {name: self.sums[name].cpu() for name in ("inputs", "keys", "values")}
+        sums = {name: total.cpu() for name, total in self.sums.items()}
+        scaled = {name: sums[name] for name in ("inputs", "keys", "values")}
         for name, total in scaled.items():
             scaled[name] = total / total[..., -1:, -1:].clamp(min=1e-300)
-        distances = self.sums["distances"].cpu()
-        return LayerMoments(**scaled, distances=distances / distances.sum(1, keepdim=True).clamp(min=1e-300))
+        gains = torch.ones(self.kv, self.d, dtype=torch.float64)
+        if "before" in sums:
+            gains = (sums["after"] / sums["before"].clamp(min=1e-300)).sqrt()
+        return LayerMoments(
+            **scaled,
+            distances=sums["distances"] / sums["distances"].sum(1, keepdim=True).clamp(min=1e-300),
+            queries=sums["queries"] / self.tokens,
+            gains=gains,
+        )
 
 
 def _effect(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..model import KvfoldError, family_of
-from .loading import Checkpoint, load
+from .loading import DEFAULT_ACCESS, Access, Checkpoint, load
 from .moments import windows
 from .progress import Track, silent
 from .text import TextSource
@@ -35,18 +35,19 @@ class Evaluation:
 
 def evaluate(
     paths: list[str], text: str, window: int, count: int, dtype: str = "auto", device: str = "cpu",
-    track: Track = silent,
+    track: Track = silent, access: Access = DEFAULT_ACCESS,
 ) -> list[Evaluation]:  # fmt: skip
     """Evaluate models one after another on the first ``count`` windows of ``window`` tokens of ``text``.
 
-    Raises KvfoldError for a model that cannot be loaded or a text that is too short.
+    ``access`` holds for all of them; its revision for the Hub ids, of which there must be one then. Raises KvfoldError
+    for a model that cannot be loaded or a text that is too short.
     """
     source = TextSource(text)
     if count < 1:
         raise KvfoldError(f"{count} windows are too few: use 1 or more")
     results = []
-    for path in paths:
-        checkpoint = load(path, dtype, device)
+    for path, each in zip(paths, access.each(paths), strict=True):
+        checkpoint = load(path, dtype, device, each)
         longest = getattr(checkpoint.config, "max_position_embeddings", None)
         if longest and window > longest:
             raise KvfoldError(f"a window of {window} tokens is longer than the {longest} positions of {path}")
@@ -72,7 +73,7 @@ def evaluate_checkpoint(checkpoint: Checkpoint, rows: torch.Tensor, track: Track
         perplexity=math.exp(min(loss / scored, 700.0)),
         tokens=scored,
         cache_bytes_per_token=measured,
-        cache_fraction=measured / source_cache_bytes_per_token(model.config, model.dtype),
+        cache_fraction=measured / source_cache_bytes_per_token(model),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
 
@@ -109,11 +110,7 @@ def cached_bytes(cache: Any) -> int:
     )
 
 
-def source_cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes a token would take with separate keys and values in every layer (of the unfolded model)."""
-    family = family_of(config)
-    numbers = 0
-    for layer in range(config.num_hidden_layers):
-        traits = family.traits(config, layer)
-        numbers += 2 * traits.key_value_heads * traits.head_dim
-    return numbers * torch.empty(0, dtype=dtype).element_size()
+def source_cache_bytes_per_token(model: Any) -> int:
+    """Bytes a token would take with separate keys and values in every layer of ``model`` (a source or a folded one)."""
+    numbers = sum(2 * traits.key_value_heads * traits.head_dim for traits in family_of(model.config).traits_of(model))
+    return numbers * torch.empty(0, dtype=model.dtype).element_size()

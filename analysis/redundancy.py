@@ -62,14 +62,12 @@ class LayerRedundancy:
 def analyze(model: Any, moments: list[LayerMoments] | None = None, track: Track = silent) -> list[LayerRedundancy]:
     """Measure every layer of a model of a supported family; ``moments`` come from ``collect_moments``."""
     family = family_of(model.config)
-    attentions = family.attentions(model)
     weighted = weigh_model(family, model, moments)
     results = []
-    with track("comparing keys and values", len(attentions)) as advance:
-        for index, attention in enumerate(attentions):
-            traits = family.traits(model.config, index)
+    with track("comparing keys and values", len(weighted)) as advance:
+        for index, layer in enumerate(weighted):
             inputs = moments[index].inputs if moments else None
-            results.append(_layer(index, family.weights(attention), traits.head_dim, weighted[index], inputs))
+            results.append(_layer(index, family.parts_of(model, index).weights, layer.head_dim, layer, inputs))
             advance(1)
     return results
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import TEXT_HELP, Device, Dtype, Json, Model, Seed
+from .options import TEXT_HELP, AllowPickle, Device, Dtype, Json, Model, Revision, Seed, Token
 from .output import check_json, check_output, console, table, track, write_json
 
 
@@ -25,12 +25,15 @@ def analyze(
     seed: Seed = 0,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    revision: Revision = None,
+    token: Token = None,
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """How redundant keys and values are, layer by layer and head by head.
 
     Example: kvfold analyze HuggingFaceTB/SmolLM2-135M-Instruct --calibrate docs --out analysis/
     """
-    from ..analysis.loading import load, require_unfolded
+    from ..analysis.loading import Access, load, require_unfolded
     from ..analysis.moments import collect_moments, windows
     from ..analysis.plots import write_figures
     from ..analysis.redundancy import analyze as run
@@ -42,8 +45,8 @@ def analyze(
     if out is not None:
         check_output(out, model)
         _make_folder(out)
-    checkpoint = load(model, dtype, device)
-    require_unfolded(checkpoint)
+    checkpoint = load(model, dtype, device, Access(revision, token, allow_pickle))
+    require_unfolded(model, checkpoint.folder, checkpoint.config)
     moments = None
     if source is not None:
         tokens = source.tokens(checkpoint.tokenizer, calibrate_tokens, checkpoint.model, seed)

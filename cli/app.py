@@ -14,10 +14,11 @@ from .analyze import analyze
 from .convert import convert
 from .demo import demo
 from .evaluate import evaluate
+from .export import export
 from .generate import generate
 
 INTERRUPTED = 130  # the shell's status for Ctrl-C, which typer returns
-COMMANDS = (analyze, convert, evaluate, generate, demo)
+COMMANDS = (analyze, convert, export, evaluate, generate, demo)
 
 app = typer.Typer(
     name="kvfold",
@@ -46,7 +47,7 @@ def main() -> None:
         # The last resort: nobody but a developer wants the traceback.
         _fail(f"unexpected {type(error).__name__}: {one_line(error)} (KVFOLD_DEBUG=1 shows where)")
     if status == INTERRUPTED:
-        _fail("interrupted; nothing was left half-written", status=INTERRUPTED)
+        _fail("interrupted; nothing was left half-written (convert goes on with --resume)", status=INTERRUPTED)
     sys.exit(status if isinstance(status, int) else 0)
 
 

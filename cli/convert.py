@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options import TEXT_HELP, Device, Dtype, Json, Model, Seed
+from .options import TEXT_HELP, AllowPickle, Device, Dtype, Json, Model, Revision, Seed, Token
 from .output import check_json, console, track, write_json
 
 
@@ -38,18 +38,28 @@ def convert(
         str, typer.Option(help="Coarsest dtype the cache will have; the fold is made to stand its rounding.")
     ] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Of the weight files.")] = "5GB",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Keep the calibration text's hidden states on disk, not in memory.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the conversion to OUT that was interrupted.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT where it exists.")] = False,
     json: Json = None,
     seed: Seed = 0,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    revision: Revision = None,
+    token: Token = None,
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """Fold MODEL's keys and values into one cached tensor and write the result to the folder OUT.
 
     Example: kvfold convert HuggingFaceTB/SmolLM2-135M-Instruct folded/ --cache-fraction 0.5
     """
-    from ..convert.conversion import ConvertOptions
+    from ..analysis.hub import Access
     from ..convert.conversion import convert as run
+    from ..convert.options import ConvertOptions
 
     check_json(json, model, out)
     options = ConvertOptions(
@@ -64,9 +74,12 @@ def convert(
         cache_dtype=cache_dtype,
         dtype=dtype,
         max_shard_size=max_shard_size,
+        offload=offload,
+        resume=resume,
         overwrite=overwrite,
         seed=seed,
         device=device,
+        access=Access(revision, token, allow_pickle),
     )
     result = run(model, out, options, track)
     recipe = result.recipe

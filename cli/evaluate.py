@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import TEXT_HELP, Device, Dtype, Json, Seed
+from .options import TEXT_HELP, AllowPickle, Device, Dtype, Json, Revision, Seed, Token
 from .output import check_json, ratio, table, track, write_json
 
 
@@ -19,15 +19,19 @@ def evaluate(
     seed: Seed = 0,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    revision: Revision = None,
+    token: Token = None,
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """Perplexity, cached bytes per token (read off a filled cache) and size of models; ratios are to the first.
 
     Example: kvfold evaluate source/ folded/ --text docs --window 512 --windows 12
     """
+    from ..analysis.loading import Access
     from ..analysis.perplexity import evaluate as run
 
     check_json(json, *models)
-    results = run(models, text, window, windows, dtype, device, track)
+    results = run(models, text, window, windows, dtype, device, track, Access(revision, token, allow_pickle))
     first = results[0]
     rows = [
         [

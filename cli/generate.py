@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Device, Dtype, Json, Model, Seed
+from .options import AllowPickle, Device, Dtype, Json, Model, Revision, Seed, Token
 from .output import check_json, console, write_json
 
 
@@ -21,6 +21,9 @@ def generate(
     seed: Seed = 0,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    revision: Revision = None,
+    token: Token = None,
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """Continue a prompt, folded model or not, and tell what the cache held at the end.
 
@@ -29,10 +32,10 @@ def generate(
     from transformers import TextStreamer
 
     from ..analysis.generation import continue_text
-    from ..analysis.loading import load
+    from ..analysis.loading import Access, load
 
     check_json(json, model)
-    checkpoint = load(model, dtype, device)
+    checkpoint = load(model, dtype, device, Access(revision, token, allow_pickle))
     streamer = None
     if checkpoint.tokenizer is not None:
         streamer = TextStreamer(checkpoint.tokenizer, skip_prompt=chat, skip_special_tokens=True)

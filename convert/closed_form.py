@@ -2,76 +2,141 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 
 from ..analysis.energy import WeightedLayer
-from .problem import FoldedWeights, LayerProblem, assemble
+from ..analysis.moments import pool_of
+from .problem import FoldedWeights, Latent, LayerProblem, assemble
 
 
 @dataclass(frozen=True)
 class HeadFold:
-    """A latent for some heads: maps of x̃ to its windows and its further columns, and the value map out of it.
+    """A latent for some heads: maps of x̃ to its windows and its further columns, and the values read out of it.
 
-    Shapes (n heads): windows ``[n·d, D + 1]``, extra ``[e, D + 1]``, values ``[n·d, n·d + e]``. All float64.
+    Shapes (n heads that rotate r of d dimensions): windows ``[n·r, D + 1]``, extra ``[e, D + 1]``, values
+    ``[n·d, n·r + e]`` and their constant ``[n·d]``. All float64. ``kept`` of the joint ``energy`` is in it.
     """
 
     windows: torch.Tensor
     extra: torch.Tensor
     values: torch.Tensor
+    constant: torch.Tensor
+    kept: float
+    energy: float
 
 
 def fold(problem: LayerProblem) -> FoldedWeights:
     """Fold one layer; with R = 2·KV·d the latent is keys and values side by side, and nothing changes."""
-    layer, width = problem.weighted, problem.width
-    if width == 2 * problem.key_width:
-        folds = [_side_by_side(layer, group) for group in layer.head_groups(problem.span)]
+    layer, width, span = problem.weighted, problem.width, problem.span
+    groups, rotated = layer.head_groups(span), layer.traits.rotary_dim
+    side_by_side = width == 2 * problem.key_width
+    folds = [
+        _side_by_side(layer, group) if side_by_side else fold_heads(problem, group, width // len(groups))
+        for group in groups
+    ]
+    maps = torch.cat([part.windows for part in folds] + [part.extra for part in folds])
+    unrotated = layer.key[:, rotated:].flatten(0, 1)
+    if side_by_side:
+        key_map = _side_by_side_keys(layer, len(groups))
     else:
-        groups = layer.head_groups(problem.span)
-        folds = [fold_heads(layer, group, width // len(groups), problem.balance, problem.noise) for group in groups]
-    latent = torch.cat([part.windows for part in folds] + [part.extra for part in folds])
-    if problem.span == "head":
-        return assemble(problem, latent, None, [part.values for part in folds])
-    return assemble(problem, latent, folds[0].values)
+        # A constant in the unrotated part of a key is the same for all keys of a query, so the softmax drops it, unless
+        # a norm or a sink stands in between.
+        free = not (layer.traits.key_norm or layer.traits.sinks)
+        key_map, _ = regress(unrotated, maps, layer.moment_root, problem.noise, free and layer.traits.latent_bias)
+    constant = torch.cat([part.constant for part in folds])
+    energy = sum(part.energy for part in folds)
+    kept = sum(part.kept for part in folds) / energy if energy > 0 else 1.0  # there may be nothing to lose
+    if span == "head":
+        latent = Latent(maps, key_map, head_maps=[part.values for part in folds], constant=constant)
+    else:
+        latent = Latent(maps, key_map, value_map=folds[0].values, constant=constant)
+    return replace(assemble(problem, latent), kept_energy=kept)
 
 
 def _side_by_side(layer: WeightedLayer, heads: list[int]) -> HeadFold:
-    keys, values = layer.key[heads].flatten(0, 1), layer.value[heads].flatten(0, 1)
-    pick = torch.cat((torch.zeros(len(values), len(keys)), torch.eye(len(values))), dim=1)
-    return HeadFold(keys, values, pick.double())
+    rotated = layer.traits.rotary_dim
+    windows = layer.key[heads, :rotated].flatten(0, 1)
+    unrotated, values = layer.key[heads, rotated:].flatten(0, 1), layer.value[heads].flatten(0, 1)
+    before = len(windows) + len(unrotated)
+    pick = torch.cat((values.new_zeros(len(values), before), torch.eye(len(values), dtype=values.dtype)), dim=1)
+    return HeadFold(windows, torch.cat((unrotated, values)), pick, values.new_zeros(len(values)), 1.0, 1.0)
 
 
-def fold_heads(layer: WeightedLayer, heads: list[int], width: int, balance: float, noise: float) -> HeadFold:
+def _side_by_side_keys(layer: WeightedLayer, groups: int) -> torch.Tensor:
+    """The key map that picks every head's unrotated key out of the groups' further columns, keys before values."""
+    heads, d, rotated = layer.heads, layer.head_dim, layer.traits.rotary_dim
+    count, share = heads // groups * (d - rotated), heads // groups * (2 * d - rotated)
+    columns = [heads * rotated + group * share + row for group in range(groups) for row in range(count)]
+    key_map = layer.key.new_zeros(len(columns), 2 * heads * d)
+    key_map[torch.arange(len(columns)), torch.tensor(columns, dtype=torch.long)] = 1
+    return key_map
+
+
+def fold_heads(problem: LayerProblem, heads: list[int], width: int) -> HeadFold:
     """Fold the keys and values of ``heads`` into a latent of ``width`` columns.
 
-    The joint weighted signal is projected on its top ``width`` directions. Its keys, unweighted, are the windows; they
-    span ``n·d`` dimensions of the subspace, so its values are a linear map of them and, where ``width`` is larger, of
-    as many further columns, for which the largest remaining directions of the values are taken.
+    The joint weighted signal is projected on its top ``width`` directions. The rotated parts of its keys, unweighted,
+    are the windows. They span ``n·r`` dimensions of the subspace; for the others the largest remaining directions of
+    the values and of the keys' unrotated parts are taken, which are both read through maps. The value map is the least
+    squares solution in the presence of the cache's rounding noise, which keeps its entries from growing along
+    directions in which the latent has little energy.
 
     Args:
-        layer: the weighted layer. heads: which of its heads. width: n·d … 2·n·d. balance: λ, weight of the values.
-        noise: variance of the cache's rounding error relative to an entry's second moment; the value map is the least
-            squares solution in the presence of that noise, which keeps its entries from growing along directions in
-            which the latent has little energy.
+        problem: the layer. heads: which of its heads. width: n·r … 2·n·d.
     """
-    n, d = len(heads), layer.head_dim
-    rows, factor = layer.joint(heads, balance)
-    _, directions = layer.spectrum(rows)
-    top = directions[:, :width]
-    kept = top @ (top.T @ rows)  # [2·n·d, D + 1], the projected signal
-    windows = _per_head(layer.key_unroot[heads], kept[: n * d])
+    layer, noise = problem.weighted, problem.noise
+    n, d, rotated = len(heads), layer.head_dim, layer.traits.rotary_dim
+    affine = layer.traits.value_constant(problem.span)
+    rows, factor = layer.joint(heads, problem.balance, problem.span)
+    kept, kept_energy, energy = _projected(layer, rows, width, problem.span)
+    keys = layer.key_unroot[heads] @ kept[: n * d].unflatten(0, (n, d))  # [n, d, D + 1]
+    windows = keys[:, :rotated].flatten(0, 1)
     extra = windows[:0]
-    if width > n * d:
+    if width > n * rotated:
         values = _per_head(layer.value_unroot[heads], kept[n * d :] / factor)
-        residual = values - _regress(values, windows, layer.moment_root, noise) @ windows
-        weighted = _per_head(layer.value_root[heads], residual)
-        signal = weighted @ layer.moment_root
-        _, basis = torch.linalg.eigh(signal @ signal.T)
-        extra = basis.flip(1)[:, : width - n * d].T @ weighted
+        left, _ = regress(values, windows, layer.moment_root, noise, affine, residual=True)
+        signals = [_per_head(layer.value_root[heads], left)]
+        if rotated < d:
+            unrotated, _ = regress(
+                keys[:, rotated:].flatten(0, 1),
+                windows,
+                layer.moment_root,
+                noise,
+                layer.traits.latent_bias,
+                residual=True,
+            )
+            weighted = layer.key_root[heads][:, :, rotated:] @ unrotated.unflatten(0, (n, d - rotated))
+            signals = [weighted.flatten(0, 1), factor * signals[0]]
+        signal = torch.cat(signals)
+        seen = signal @ layer.moment_root
+        _, basis = torch.linalg.eigh(seen @ seen.T)
+        extra = basis.flip(1)[:, : width - n * rotated].T @ signal
+    if layer.traits.latent_bias:  # the joint signal went without the keys' means
+        windows = windows.clone()
+        windows[:, -1] += layer.key[heads, :rotated].flatten(0, 1) @ layer.mean
     latent = torch.cat((windows, extra))
-    fitted = [_regress(layer.value[head], latent, layer.value_moment_roots[head], noise) for head in heads]
-    return HeadFold(windows, extra, torch.cat(fitted))
+    pools = len(layer.value_moment_roots)
+    fitted = []
+    for pool, sharing in groupby(heads, lambda head: pool_of(head, layer.heads, pools)):
+        target = layer.value[list(sharing)].flatten(0, 1)
+        fitted.append(regress(target, latent, layer.value_moment_roots[pool], noise, affine))
+    maps, constants = (torch.cat(parts) for parts in zip(*fitted, strict=True))
+    return HeadFold(windows, extra, maps, constants, kept_energy, energy)
+
+
+def _projected(layer: WeightedLayer, rows: torch.Tensor, width: int, span: str) -> tuple[torch.Tensor, float, float]:
+    """The joint signal on its top ``width`` directions, the energy of those, and the energy of all."""
+    # Maps of x, or of x less its mean, have at most D directions; a mixture of both has one more.
+    rank = layer.traits.width + (layer.traits.latent_bias and not layer.traits.value_constant(span))
+    if width >= min(len(rows), rank):
+        energy = float((rows @ layer.moment_root).square().sum())
+        return rows, energy, energy
+    energies, directions = layer.spectrum(rows)
+    top = directions[:, :width]
+    return top @ (top.T @ rows), float(energies[:width].sum()), float(energies.sum())
 
 
 def _per_head(matrices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -79,17 +144,39 @@ def _per_head(matrices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return (matrices @ rows.unflatten(0, matrices.shape[:2])).flatten(0, 1)
 
 
-def _regress(target: torch.Tensor, latent: torch.Tensor, moment_root: torch.Tensor, noise: float) -> torch.Tensor:
-    """Least squares B with target ≈ B·latent (both maps of x̃), the latent's entries carrying relative noise.
+def regress(
+    target: torch.Tensor,
+    latent: torch.Tensor,
+    moment_root: torch.Tensor,
+    noise: float,
+    affine: bool = False,
+    residual: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least squares B and c with target ≈ B·latent + c (both maps of x̃), the latent's entries carrying relative noise.
 
     Args:
         target: ``[t, D + 1]``. latent: ``[R, D + 1]``. moment_root: factor of the second moment of x̃.
         noise: variance of the noise relative to the second moment of each latent entry: a ridge.
+        affine: whether there is a constant c; else it is 0.
+        residual: return the map of what is left, ``[t, D + 1]``, instead of B.
     """
-    columns = (latent @ moment_root).T  # [D + 1, R]
-    size = columns.norm(dim=0)
-    scale = torch.where(size > 0, 1 / size.clamp(min=1e-150), 0.0)
-    ridge = noise**0.5 * torch.eye(len(latent), dtype=latent.dtype)
-    wanted = torch.cat(((target @ moment_root).T, latent.new_zeros(len(latent), len(target))))
-    solution = torch.linalg.lstsq(torch.cat((columns * scale, ridge)), wanted, driver="gels").solution
-    return solution.T * scale
+    solution, constant = latent.new_zeros(len(target), len(latent)), target.new_zeros(len(target))
+    if len(target) and (len(latent) or affine):
+        columns = (latent @ moment_root).T  # [D + 1, R]
+        size = columns.norm(dim=0)
+        scale = torch.where(size > 0, 1 / size.clamp(min=1e-150), 0.0)
+        columns = columns * scale
+        ridge = noise**0.5 * torch.eye(len(latent), dtype=latent.dtype)
+        if affine:
+            columns = torch.cat((columns, moment_root[-1:].T), dim=1)
+            ridge = torch.cat((ridge, ridge.new_zeros(len(latent), 1)), dim=1)
+        wanted = torch.cat(((target @ moment_root).T, latent.new_zeros(len(latent), len(target))))
+        fitted = torch.linalg.lstsq(torch.cat((columns, ridge)), wanted, driver="gels").solution.T
+        solution = fitted[:, : len(latent)] * scale
+        if affine:
+            constant = fitted[:, -1]
+    if residual:
+        left = target - solution @ latent
+        left[:, -1] -= constant
+        return left, constant
+    return solution, constant

@@ -19,7 +19,8 @@ from ..analysis.report import Section, Table, write_report
 from ..analysis.sample_model import fetch
 from ..analysis.tables import summary, write_csv
 from ..analysis.text import CALIBRATE, EVALUATE, TextSource
-from .conversion import ConvertOptions, convert
+from .conversion import convert
+from .options import ConvertOptions
 from .writing import whole_folder
 
 FRACTIONS = (0.75, 0.5)

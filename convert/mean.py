@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from .problem import FoldedWeights, LayerProblem, Method, assemble
+from .problem import FoldedWeights, Latent, LayerProblem, Method, assemble, whole_keys
 
 
 def fold(problem: LayerProblem) -> FoldedWeights:
     """Average keys and values head by head; both are then read as they are (span ``head``)."""
-    latent = (problem.weighted.key + problem.weighted.value) / 2
+    latent, key_map = whole_keys(problem, (problem.weighted.key + problem.weighted.value) / 2)
     identity = torch.eye(problem.traits.head_dim, dtype=torch.float64)
-    return assemble(problem, latent.flatten(0, 1), None, [identity] * problem.traits.key_value_heads)
+    return assemble(problem, Latent(latent, key_map, head_maps=[identity] * problem.traits.key_value_heads))
 
 
 MEAN = Method("mean", "average of W_k and W_v", needs_text=False, half_only=True, fold=fold)

@@ -18,6 +18,7 @@ class LayerProblem:
     Attributes:
         weights: the source's projections. traits: its heads. weighted: its keys and values with their weights.
         width: R. span: ``all`` or ``head``. balance: λ. noise: relative variance of the cache's rounding error.
+        dtype: of the folded weights.
     """
 
     weights: AttentionWeights
@@ -27,11 +28,17 @@ class LayerProblem:
     span: str
     balance: float
     noise: float
+    dtype: torch.dtype
 
     @property
     def key_width(self) -> int:
         """KV·d, the width of the source's keys."""
         return self.traits.key_value_heads * self.traits.head_dim
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.traits.query_heads // self.traits.key_value_heads
 
     def layout(self) -> FoldedLayout:
         """The layout with full windows for every key head."""
@@ -41,10 +48,14 @@ class LayerProblem:
 
 @dataclass(frozen=True)
 class FoldedWeights:
-    """A folded layer: its layout and the tensors of its ``FoldedAttention``, by parameter name."""
+    """A folded layer: its layout and the tensors of its ``FoldedAttention``, by parameter name.
+
+    ``kept_energy`` is the share of the joint weighted energy that the latent keeps, where the method knows it.
+    """
 
     layout: FoldedLayout
     tensors: dict[str, torch.Tensor]
+    kept_energy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,34 +74,65 @@ class Method:
     fold: Callable[[LayerProblem], FoldedWeights]
 
 
-def assemble(
-    problem: LayerProblem,
-    latent: torch.Tensor,
-    value_map: torch.Tensor | None,
-    head_maps: list[torch.Tensor] | None = None,
-) -> FoldedWeights:
-    """Put a folded layer together.
+@dataclass(frozen=True)
+class Latent:
+    """A latent and how it is read, as maps in float64.
 
-    Args:
-        problem: the layer. latent: map of x̃ to the latent, ``[R, D + 1]``.
-        value_map: B as ``[KV·d, R]`` (span ``all``), or None.
-        head_maps: for span ``head`` the map of each head's own columns to its values, ``[d, R / KV]``; it is
-            absorbed into the output projection.
+    Attributes:
+        maps: x̃ to the latent, ``[R, D + 1]``.
+        key_map: A, latent to the parts of the keys that are in no window, ``[KV·(d − 2p), R]``.
+        value_map: B, ``[KV·d, R]`` (span ``all``), or None.
+        head_maps: for span ``head`` the map of each head's own columns to its values, ``[d, R / KV]``; it is absorbed
+            into the output projection.
+        constant: what is added to the values, ``[KV·d]``, or None.
     """
+
+    maps: torch.Tensor
+    key_map: torch.Tensor
+    value_map: torch.Tensor | None = None
+    head_maps: list[torch.Tensor] | None = None
+    constant: torch.Tensor | None = None
+
+
+def assemble(problem: LayerProblem, latent: Latent) -> FoldedWeights:
+    """The tensors of a folded layer."""
     weights, traits = problem.weights, problem.traits
-    dtype = weights.k.dtype
-    tensors = {"q_proj.weight": weights.q, "latent_proj.weight": latent[:, :-1].to(dtype), "o_proj.weight": weights.o}
-    if traits.query_bias and weights.q_bias is not None:
-        tensors["q_proj.bias"] = weights.q_bias
-    if traits.latent_bias:
-        tensors["latent_proj.bias"] = latent[:, -1].to(dtype)
-    if traits.output_bias and weights.o_bias is not None:
-        tensors["o_proj.bias"] = weights.o_bias
-    if value_map is not None:
-        tensors["value_map.weight"] = value_map.to(dtype)
-    if head_maps is not None:
-        tensors["o_proj.weight"] = absorb(weights.o, head_maps, traits).to(dtype)
-    return FoldedWeights(problem.layout(), {name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+    tensors: dict[str, torch.Tensor | None] = {
+        "q_proj.weight": weights.q,
+        "q_proj.bias": weights.q_bias,
+        "latent_proj.weight": latent.maps[:, :-1],
+        "latent_proj.bias": latent.maps[:, -1] if traits.latent_bias else None,
+        "key_map.weight": latent.key_map if len(latent.key_map) else None,
+        "value_map.weight": latent.value_map,
+        "o_proj.weight": weights.o,
+        "o_proj.bias": weights.o_bias,
+    }
+    if latent.head_maps is not None:
+        tensors["o_proj.weight"] = absorb(weights.o, latent.head_maps, traits)
+    if traits.value_constant(problem.span):
+        constant = latent.maps.new_zeros(problem.key_width) if latent.constant is None else latent.constant
+        if latent.head_maps is None:
+            tensors["value_map.bias"] = constant
+        else:
+            by_query = constant.view(traits.key_value_heads, -1).repeat_interleave(problem.group, 0).flatten()
+            passed = weights.o.detach().double().cpu() @ by_query
+            tensors["o_proj.bias"] = passed if weights.o_bias is None else passed + weights.o_bias.double().cpu()
+    kept = {name: tensor for name, tensor in (tensors | weights.extras).items() if tensor is not None}
+    return FoldedWeights(
+        problem.layout(), {name: tensor.detach().to(problem.dtype).cpu().contiguous() for name, tensor in kept.items()}
+    )
+
+
+def whole_keys(problem: LayerProblem, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lay maps of whole heads, ``[KV, d, D + 1]``, out as a latent: windows first, then the rest of each head.
+
+    Returns the latent's maps ``[KV·d, D + 1]`` and the key map that reads the keys' other parts back out of it.
+    """
+    rotated = problem.traits.rotary_dim
+    front, rest = heads[:, :rotated].flatten(0, 1), heads[:, rotated:].flatten(0, 1)
+    key_map = torch.zeros(len(rest), len(front) + len(rest), dtype=heads.dtype)
+    key_map[:, len(front) :] = torch.eye(len(rest), dtype=heads.dtype)
+    return torch.cat((front, rest)), key_map
 
 
 def absorb(output: torch.Tensor, head_maps: list[torch.Tensor], traits: AttentionTraits) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from scipy.linalg import orthogonal_procrustes
 
-from .problem import FoldedWeights, LayerProblem, Method, assemble
+from .problem import FoldedWeights, Latent, LayerProblem, Method, assemble, whole_keys
 
 
 def fold(problem: LayerProblem) -> FoldedWeights:
@@ -20,7 +20,8 @@ def fold(problem: LayerProblem) -> FoldedWeights:
         turn = torch.from_numpy(rotation)
         latents.append((key + turn.T @ value) / 2)
         turns.append(turn)
-    return assemble(problem, torch.cat(latents), None, turns)
+    latent, key_map = whole_keys(problem, torch.stack(latents))
+    return assemble(problem, Latent(latent, key_map, head_maps=turns))
 
 
 PROCRUSTES = Method(

@@ -13,6 +13,8 @@ from typing import Any
 
 from jinja2 import Environment
 
+from ..analysis.loading import is_hub_id, weight_files
+
 FORMAT = 1
 
 
@@ -50,13 +52,19 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{package: version(package) for package in packages}}
 
 
-def describe_source(path: str, folder: Path | None, config: Any) -> dict[str, Any]:
-    """Name a source so that it can be told from another: Hub id and commit, or the hash of its weight files."""
+def describe_source(path: str, folder: Path, config: Any) -> dict[str, Any]:
+    """Name a source so that it can be told from another: Hub id and commit, or the hash of its weight files.
+
+    Args:
+        path: what the user gave. folder: where its files lie (see ``Checkpoint``). config: of the source.
+    """
     entry: dict[str, Any] = {"path": path, "model_type": config.model_type}
-    if folder is None:
-        entry["revision"] = getattr(config, "_commit_hash", None)
+    if is_hub_id(path):
+        entry["revision"] = folder.name
         return entry
-    weights = [Path(path).expanduser()] if path.endswith(".gguf") else sorted(folder.glob("*.safetensors"))
+    gguf = path.endswith(".gguf")
+    named = getattr(config, "transformers_weights", None)
+    weights = [Path(path).expanduser()] if gguf else weight_files(folder, named)
     digest = hashlib.sha256()
     for file in weights:
         with file.open("rb") as stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from ..analysis.hub import LICENCES, TOKENIZER_FILES
 from ..model import KvfoldError
 
 
@@ -37,32 +39,60 @@ def require_free(out: Path, overwrite: bool, source: Path) -> None:
             raise KvfoldError(f"{out} holds {precious}, so it is not overwritten: give another OUT")
 
 
+def require_shard_size(size: str) -> None:
+    """Raises KvfoldError for a size of weight files that is not written like 500MB or 5GB."""
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?([KMG]i?B)", size, re.IGNORECASE):
+        raise KvfoldError(f"max shard size {size!r} is not understood: give a size like 500MB or 5GB")
+
+
+def copy_beside(source: Path, out: Path, tokenizer: bool = True) -> None:
+    """Copy what lies beside the weights of a checkpoint: licences, generation config, tokenizer and chat template."""
+    for pattern in (*LICENCES, "generation_config.json", *(TOKENIZER_FILES if tokenizer else ())):
+        for path in source.glob(pattern):
+            if path.is_file():
+                copied = out / path.relative_to(source)
+                copied.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copied)
+
+
+def require_room(out: Path, needed: int) -> None:
+    """Raises KvfoldError where the disk of ``out`` has fewer than ``needed`` bytes left."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if needed > free:
+        raise KvfoldError(f"no space for {out}: {needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free")
+
+
+class DiskError(KvfoldError):
+    """The disk is full or cannot be written; what was asked for may be all right."""
+
+
+@contextmanager
+def disk_errors(out: Path) -> Iterator[None]:
+    """Turn what is raised for a full disk, or one that cannot be written, into one line. Raises DiskError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
+        reason = "no space left on the disk" if full else str(error)
+        raise DiskError(f"{out} cannot be written: {reason}") from error
+
+
 @contextmanager
 def whole_folder(out: Path, needed_bytes: int = 0) -> Iterator[Path]:
     """Yield a temporary sibling of ``out`` to write into; it becomes ``out`` when the block ends without an error.
 
     Raises KvfoldError where the disk is full or not writable; nothing is left behind then.
     """
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(out.parent).free
-        if needed_bytes > free:
-            raise KvfoldError(
-                f"no space for {out}: {needed_bytes / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free"
-            )
+    with disk_errors(out):
+        require_room(out, needed_bytes)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
-    except OSError as error:
-        raise KvfoldError(f"{out} cannot be written: {error.strerror}") from error
-    try:
-        yield partial
-        _readable_by_others(partial)
-        _replace(out, partial)
-    except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
-        reason = "no space left on the disk" if full else str(error)
-        raise KvfoldError(f"{out} cannot be written: {reason}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            yield partial
+            _readable_by_others(partial)
+            _replace(out, partial)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _replace(out: Path, partial: Path) -> None:

@@ -4,27 +4,51 @@ Importing this package registers the folded classes with transformers' Auto clas
 converted checkpoint, so it imports torch, transformers and itself only.
 """
 
-from .attention import AttentionTraits, FoldedAttention
+from importlib import import_module
+
+from .attention import FoldedAttention
 from .cache import LatentLayer, LatentWindowLayer, StaticLatentLayer, StaticLatentWindowLayer
 from .errors import KvfoldError
-from .family import AttentionWeights, Family, families, family_of, is_folded, register, require_known
+from .family import AttentionParts, Family, families, family_of, is_folded, register, require_known
 from .layout import FoldedLayout
-from .llama import KvfoldLlamaConfig, KvfoldLlamaForCausalLM, KvfoldLlamaModel
-from .mistral import KvfoldMistralConfig, KvfoldMistralForCausalLM, KvfoldMistralModel
+from .projections import AttentionWeights
+from .traits import AttentionTraits
+
+# Each of these files registers its family when it is imported.
+FAMILY_FILES = (
+    "cohere",
+    "cohere2",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
+for _name in FAMILY_FILES:
+    import_module(f".{_name}", __name__)
 
 __all__ = [
+    "FAMILY_FILES",
+    "AttentionParts",
     "AttentionTraits",
     "AttentionWeights",
     "Family",
     "FoldedAttention",
     "FoldedLayout",
     "KvfoldError",
-    "KvfoldLlamaConfig",
-    "KvfoldLlamaForCausalLM",
-    "KvfoldLlamaModel",
-    "KvfoldMistralConfig",
-    "KvfoldMistralForCausalLM",
-    "KvfoldMistralModel",
     "LatentLayer",
     "LatentWindowLayer",
     "StaticLatentLayer",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from .eager import attention_weights
+
 
 def attend_absorbed(
     query: torch.Tensor,
@@ -19,6 +21,8 @@ def attend_absorbed(
     scaling: float,
     key_of: torch.Tensor | None,
     value_of: torch.Tensor | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention with scores ``q·window + mapped_q·S`` over H query heads.
 
@@ -28,24 +32,17 @@ def attend_absorbed(
         mapped_query: ``[batch, H, new, R]``, the rest of the query taken through the key map; None: there is none.
         latent: ``[batch, tokens, R]``.
         values: ``[batch, K, tokens, v]``, read instead of the latent where the values are columns of it.
-        mask: None (everything is seen), boolean (True is seen) or additive, ``[batch, 1, new, tokens]``.
-        scaling: factor on the scores.
+        scaling: factor on the scores. mask, softcap, sinks: see ``attention_weights``.
         key_of, value_of: head of each query head; None: equal groups in order.
 
     Returns:
-        The weighted sums ``[batch, H, new, R or v]`` and the weights ``[batch, H, new, tokens]``. Rows that see nothing
-        (padding) get uniform weights, never NaN.
+        The weighted sums ``[batch, H, new, R or v]`` and the weights ``[batch, H, new, tokens]``.
     """
     batch, heads, new, _ = query.shape
     scores = _grouped(query, windows.transpose(-1, -2), key_of)
     if mapped_query is not None:
         scores = scores + (mapped_query.flatten(1, 2) @ latent.transpose(-1, -2)).view_as(scores)
-    scores = scores * scaling
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores = scores + mask
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = attention_weights(scores * scaling, mask, softcap, sinks)
     if values is not None:
         return _grouped(weights, values, value_of), weights
     return (weights.flatten(1, 2) @ latent).view(batch, heads, new, -1), weights

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .absorbed import attend_absorbed
+from .eager import eager_attention
 from .layout import FoldedLayout
 from .rotary import Constant, HeadRotation, RotaryTables, key_columns, window_columns
-
-
-@dataclass(frozen=True)
-class AttentionTraits:
-    """What a model family's attention layer is, apart from where its keys and values come from.
-
-    Attributes:
-        width: D, size of the hidden states.
-        query_heads: H. key_value_heads: KV heads of the source. head_dim: d, numbers per head.
-        rotary_dim: leading dimensions of a head that RoPE rotates (0: no RoPE).
-        scaling: factor on the scores.
-        sliding_window: W, tokens a query sees, or None.
-        dropout: attention dropout while training.
-        query_bias, latent_bias, output_bias: which projections have one.
-        query_norm, key_norm: make the norm over ``head_dim`` that queries and keys pass before rotation, or None.
-    """
-
-    width: int
-    query_heads: int
-    key_value_heads: int
-    head_dim: int
-    rotary_dim: int
-    scaling: float
-    sliding_window: int | None = None
-    dropout: float = 0.0
-    query_bias: bool = False
-    latent_bias: bool = False
-    output_bias: bool = False
-    query_norm: Callable[[], nn.Module] | None = None
-    key_norm: Callable[[], nn.Module] | None = None
+from .traits import AttentionTraits
 
 
 class FoldedAttention(nn.Module):
@@ -60,10 +29,17 @@ class FoldedAttention(nn.Module):
         layer_idx: number of the layer in the model and in its cache.
         position_keeper: the layer whose cache keeps the token positions for this one (see ``cache``).
         config: the model's config, whose ``_attn_implementation`` names the attention to use.
+        norms: the modules that norm queries and keys, as far as the traits have them.
     """
 
     def __init__(
-        self, traits: AttentionTraits, layout: FoldedLayout, layer_idx: int, position_keeper: int, config: Any
+        self,
+        traits: AttentionTraits,
+        layout: FoldedLayout,
+        layer_idx: int,
+        position_keeper: int,
+        config: Any,
+        norms: tuple[nn.Module | None, nn.Module | None] = (None, None),
     ) -> None:
         super().__init__()
         all_pairs = traits.rotary_dim // 2
@@ -71,7 +47,7 @@ class FoldedAttention(nn.Module):
         self.config = config
         self.traits, self.layout = traits, layout
         self.layer_idx, self.position_keeper = layer_idx, position_keeper
-        self.head_dim, self.scaling, self.is_causal = traits.head_dim, traits.scaling, True
+        self.head_dim, self.scaling, self.is_causal = traits.head_dim, traits.scaling, traits.causal
         self.value_width = layout.value_width(traits.head_dim, all_pairs)
         self.windows = layout.window_width(all_pairs)
 
@@ -96,12 +72,15 @@ class FoldedAttention(nn.Module):
         self.q_proj = nn.Linear(width, traits.query_heads * head_dim, bias=traits.query_bias)
         self.latent_proj = nn.Linear(width, layout.latent_width, bias=traits.latent_bias)
         self.key_map = nn.Linear(layout.latent_width, mapped, bias=False) if mapped else None
-        self.value_map = (
-            nn.Linear(layout.latent_width, layout.value_heads * head_dim, bias=False) if layout.span == "all" else None
-        )
-        self.o_proj = nn.Linear(traits.query_heads * self.value_width, width, bias=traits.output_bias)
-        self.q_norm = traits.query_norm() if traits.query_norm else None
-        self.k_norm = traits.key_norm() if traits.key_norm else None
+        self.value_map = None
+        if layout.span == "all":
+            heads = layout.value_heads
+            self.value_map = nn.Linear(layout.latent_width, heads * head_dim, bias=traits.value_constant("all"))
+        # Values that are columns of the latent leave their constant, where they have one, to the output's bias.
+        output_bias = traits.output_bias or (layout.span == "head" and traits.value_constant("head"))
+        self.o_proj = nn.Linear(traits.query_heads * self.value_width, width, bias=output_bias)
+        self.q_norm, self.k_norm = norms
+        self.sinks = nn.Parameter(torch.zeros(traits.query_heads)) if traits.sinks else None
 
     def forward(
         self,
@@ -113,9 +92,10 @@ class FoldedAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend. ``hidden_states`` ``[batch, tokens, D]``; returns the same shape, and the weights where asked for."""
         batch, tokens, _ = hidden_states.shape
-        query = self.q_proj(hidden_states).view(batch, tokens, -1, self.head_dim).transpose(1, 2)
-        if self.q_norm is not None:
-            query = self.q_norm(query)
+        cache = kwargs.pop("layer_past", cache)  # what GPT-NeoX calls it
+        if self.traits.rotary_dim == 0:
+            position_embeddings = None
+        query = self._heads(self.q_proj(hidden_states), self.q_norm)
         if position_embeddings is not None:
             query = self.rotate_queries(query, *position_embeddings)
         latent = self.latent_proj(hidden_states)
@@ -127,7 +107,11 @@ class FoldedAttention(nn.Module):
             output, weights = self._absorbed(query, latent, tables, attention_mask)
         else:
             output, weights = self._expanded(query, latent, tables, attention_mask, **kwargs)
-        return self.o_proj(output.reshape(batch, tokens, -1)), weights
+        output = self.o_proj(output.reshape(batch, tokens, -1))
+        return nn.functional.dropout(output, self.traits.output_dropout, self.training), weights
+
+    def _heads(self, flat: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        return split_heads(flat, self.head_dim, norm, self.traits.norm_over)
 
     def _through_cache(
         self,
@@ -163,9 +147,7 @@ class FoldedAttention(nn.Module):
         key = latent[..., : self.windows]
         if self.key_map is not None:
             key = torch.cat((key, self.key_map(latent)), dim=-1)[..., self._key_order.on(latent.device)]
-        key = key.unflatten(-1, (self.layout.key_heads, self.head_dim)).transpose(1, 2)
-        if self.k_norm is not None:
-            key = self.k_norm(key)
+        key = self._heads(key, self.k_norm)
         return key if tables is None else self.rotate_keys(key, *tables)
 
     def values(self, latent: torch.Tensor) -> torch.Tensor:
@@ -212,10 +194,18 @@ class FoldedAttention(nn.Module):
             self.scaling,
             None if self._key_of is None else self._key_of.on(query.device),
             None if self._value_of is None else self._value_of.on(query.device),
+            self.traits.softcap,
+            self.sinks,
         )
         if self.value_map is not None:
-            maps = _matrix(self.value_map).unflatten(0, (self.layout.value_heads, -1))  # [value_heads, d, R]
-            mixed = torch.einsum("bhqr,hvr->bhqv", mixed, maps[self._value_head.on(query.device)])
+            heads = self._value_head.on(query.device)
+            matrix, constant = _affine(self.value_map)
+            maps = matrix.unflatten(0, (self.layout.value_heads, -1))  # [value_heads, d, R]
+            mixed = torch.einsum("bhqr,hvr->bhqv", mixed, maps[heads])
+            if constant is not None:
+                constants = constant.view(self.layout.value_heads, 1, -1)[heads]
+                # The weights sum to 1 but for what sinks take.
+                mixed = mixed + weights.sum(-1, keepdim=True) * constants if self.traits.sinks else mixed + constants
         return mixed.transpose(1, 2), weights if self.config._attn_implementation == "eager" else None
 
     def _absorb_key_map(
@@ -228,7 +218,7 @@ class FoldedAttention(nn.Module):
         meets = self._key_order.on(query.device).view(heads, -1) < self.windows  # [key_heads, d]
         key_head = self._key_head.on(query.device)
         maps = latent.new_zeros(heads * self.head_dim, latent.shape[-1])
-        maps[~meets.flatten()] = _matrix(self.key_map)
+        maps[~meets.flatten()] = _affine(self.key_map)[0]
         mapped_query = torch.einsum("bhqd,hdr->bhqr", query, maps.view(heads, self.head_dim, -1)[key_head])
         widest = self.rotate_keys.widest
         windows = latent[..., self._window_columns.on(latent.device)].transpose(1, 2)  # [batch, heads, tokens, widest]
@@ -244,9 +234,13 @@ class FoldedAttention(nn.Module):
         if not self._grouped:
             keys = keys[:, self._key_head.on(keys.device)]
             values = values[:, self._value_head.on(values.device)]
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         if self.traits.sliding_window is not None:
             kwargs["sliding_window"] = self.traits.sliding_window
+        if self.traits.softcap is not None:
+            kwargs["softcap"] = self.traits.softcap
+        if self.sinks is not None:
+            kwargs["s_aux"] = self.sinks
         return interface(
             self,
             query,
@@ -259,12 +253,29 @@ class FoldedAttention(nn.Module):
         )
 
 
-def _matrix(linear: Any) -> torch.Tensor:
-    """The matrix ``[out, in]`` that a linear map applies, adapters and quantisation included."""
+def split_heads(flat: torch.Tensor, head_dim: int, norm: nn.Module | None, over: str) -> torch.Tensor:
+    """Heads ``[batch, heads, tokens, d]`` of a projection ``[batch, tokens, heads·d]``, normed as ``over`` says.
+
+    See ``AttentionTraits.norm_over``.
+    """
+    if norm is not None and over == "projection":
+        flat = norm(flat)
+    heads = flat.unflatten(-1, (-1, head_dim))
+    if norm is not None and over == "token":
+        heads = norm(heads)
+    heads = heads.transpose(1, 2)
+    return norm(heads) if norm is not None and over == "head" else heads
+
+
+def _affine(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Matrix ``[out, in]`` and constant ``[out]`` that a linear layer applies, adapters and quantisation included."""
     if type(linear) is nn.Linear:
-        return linear.weight
-    weight = linear.weight
-    return linear(torch.eye(linear.in_features, dtype=weight.dtype, device=weight.device)).T
+        return linear.weight, linear.bias
+    unit = torch.eye(linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
+    if linear.bias is None:
+        return linear(unit).T, None
+    constant = linear(torch.zeros_like(unit[0]))
+    return (linear(unit) - constant).T, constant
 
 
 def _in_equal_groups(assignment: tuple[int, ...]) -> bool:

@@ -5,39 +5,27 @@ A family is one file of this folder with a ``Family`` in it; see ``llama`` for t
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
-from .attention import AttentionTraits, FoldedAttention
-from .cache import latent_layer_type
+from .attention import FoldedAttention, split_heads
+from .cache import LAYER_TYPE, latent_layer_type
 from .errors import KvfoldError
 from .layout import FoldedLayout
+from .projections import OUR_NORMS, AttentionWeights, Projections, Separate
 from .rotary import SharedRotary
+from .traits import AttentionTraits, separate, sliding_window
 
 FORMAT = 1  # of the "kvfold" entry in config.json
-
-
-@dataclass(frozen=True)
-class AttentionWeights:
-    """One attention layer's projections in the common form: ``y = x @ weight.T + bias``, heads one after another.
-
-    Rotary pairs lie half a rotary width apart (``rotate_half``). Shapes: q ``[H·d, D]``, k and v ``[KV·d, D]``, o
-    ``[D, H·d]``; biases or None.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    o: torch.Tensor
-    q_bias: torch.Tensor | None = None
-    k_bias: torch.Tensor | None = None
-    v_bias: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -45,31 +33,48 @@ class Family:
     """Where a model family keeps what kvfold needs.
 
     Attributes:
-        model_type: the source's ``model_type`` in config.json.
-        folded_model_type: that of its converted checkpoints.
-        config_class, base_class, model_class: the folded classes; model_class is the causal-LM one.
+        module: name of the Python module that the folded classes are to be found in, the family's ``__name__``.
+        source_config, source_base, source_model: transformers' classes; source_model is the causal-LM one.
+        traits: an attention layer's properties, from its module, the model's config and the layer's number.
+        projections: reads an attention module into the common form.
         layers: path from the base model to its list of decoder layers.
         attention: name of the attention module in a decoder layer.
         rotary: path from the base model to the rotary embedding module, or None.
-        traits: the attention layer's properties from a config and a layer number.
-        weights: reads an attention module of the source into the common form.
+        rotary_layout: how its tables lie, see ``rotary.TABLE_LAYOUTS``.
+        refusal: says why a config of this family cannot be folded, or None.
+        config_class, base_class, model_class: the folded classes, made from transformers' ones.
     """
 
-    model_type: str
-    config_class: type[PreTrainedConfig]
-    base_class: type[PreTrainedModel]
-    model_class: type[PreTrainedModel]
-    traits: Callable[[Any, int], AttentionTraits]
-    weights: Callable[[nn.Module], AttentionWeights]
+    module: str
+    source_config: type[PreTrainedConfig]
+    source_base: type[PreTrainedModel]
+    source_model: type[PreTrainedModel]
+    traits: Callable[[Any, Any, int], AttentionTraits] = separate
+    projections: Projections = field(default_factory=Separate)
     layers: str = "layers"
     attention: str = "self_attn"
     rotary: str | None = "rotary_emb"
+    rotary_layout: str = "halves"
+    refusal: Callable[[Any], str | None] = lambda config: None
+    config_class: type[PreTrainedConfig] = field(init=False)
+    base_class: type[PreTrainedModel] = field(init=False)
+    model_class: type[PreTrainedModel] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, cls in zip(("config_class", "base_class", "model_class"), _folded_classes(self), strict=True):
+            object.__setattr__(self, name, cls)
+
+    @property
+    def model_type(self) -> str:
+        """The source's ``model_type`` in config.json."""
+        return self.source_config.model_type
 
     @property
     def folded_model_type(self) -> str:
-        return self.config_class.model_type
+        """That of its converted checkpoints."""
+        return f"kvfold_{self.model_type}"
 
-    def attentions(self, model: Any) -> list[nn.Module]:
+    def attentions(self, model: Any) -> list[Any]:
         """The attention module of every layer of ``model`` (causal-LM or base), in order."""
         return [getattr(layer, self.attention) for layer in model.base_model.get_submodule(self.layers).children()]
 
@@ -77,14 +82,84 @@ class Family:
         """The rotary embedding module of ``model``, or None."""
         return None if self.rotary is None else model.base_model.get_submodule(self.rotary)
 
+    def traits_of(self, model: Any) -> list[AttentionTraits]:
+        """The traits of every attention layer of ``model``, a source or a folded one."""
+        return [
+            attention.traits if isinstance(attention, FoldedAttention) else self.traits(attention, model.config, layer)
+            for layer, attention in enumerate(self.attentions(model))
+        ]
+
+    def parts_of(self, model: Any, layer: int) -> AttentionParts:
+        """A source model's attention layer in the common form."""
+        attention = self.attentions(model)[layer]
+        traits = self.traits(attention, model.config, layer)
+        weights = self.projections.read(attention, traits)
+        norms = [
+            _norm_in_common_form(getattr(attention, theirs), ours, weights) if present else None
+            for ours, theirs, present in zip(
+                OUR_NORMS, self.projections.norms, (traits.query_norm, traits.key_norm), strict=True
+            )
+        ]
+        return AttentionParts(traits, weights, norms[0], norms[1], self._frequencies(model, traits, layer))
+
+    def _frequencies(self, model: Any, traits: AttentionTraits, layer: int) -> torch.Tensor | None:
+        if traits.rotary_dim == 0:
+            return None
+        rotary = self.rotary_module(model)
+        if hasattr(rotary, "inv_freq"):
+            return rotary.inv_freq
+        return getattr(rotary, f"{model.config.layer_types[layer]}_inv_freq")
+
     def auto_map(self) -> dict[str, str]:
         """Where transformers finds the classes in a checkpoint's own files (``trust_remote_code``)."""
-        classes = {
-            "AutoConfig": self.config_class,
-            "AutoModel": self.base_class,
-            "AutoModelForCausalLM": self.model_class,
+        file = self.module.rpartition(".")[2]
+        return {
+            "AutoConfig": f"{file}.{self.config_class.__name__}",
+            "AutoModel": f"{file}.{self.base_class.__name__}",
+            "AutoModelForCausalLM": f"{file}.{self.model_class.__name__}",
         }
-        return {auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in classes.items()}
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """An attention layer in the common form.
+
+    Attributes:
+        traits, weights: see there. query_norm, key_norm: modules for heads in the common form, or None.
+        frequencies: RoPE's angle per token of each rotary pair, ``[rotary_dim / 2]``; None: no RoPE.
+    """
+
+    traits: AttentionTraits
+    weights: AttentionWeights
+    query_norm: nn.Module | None = None
+    key_norm: nn.Module | None = None
+    frequencies: torch.Tensor | None = None
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries ``[batch, H, tokens, d]`` of hidden states ``[batch, tokens, D]``, normed, not rotated."""
+        return self._heads(x, self.weights.q, self.weights.q_bias, self.query_norm)
+
+    def keys(self, x: torch.Tensor, normed: bool = True) -> torch.Tensor:
+        """Keys ``[batch, KV, tokens, d]``, normed or not, not rotated."""
+        return self._heads(x, self.weights.k, self.weights.k_bias, self.key_norm if normed else None)
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        """Values ``[batch, KV, tokens, d]``."""
+        return self._heads(x, self.weights.v, self.weights.v_bias, None)
+
+    def _heads(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: nn.Module | None
+    ) -> torch.Tensor:
+        flat = nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return split_heads(flat, self.traits.head_dim, norm, self.traits.norm_over)
+
+
+def _norm_in_common_form(norm: nn.Module, name: str, weights: AttentionWeights) -> nn.Module:
+    """A copy of a family's norm whose weights are in the order of the common form."""
+    norm = copy.deepcopy(norm)
+    extras = weights.extras.items()
+    norm.load_state_dict({key.partition(".")[2]: tensor for key, tensor in extras if key.partition(".")[0] == name})
+    return norm
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -99,6 +174,16 @@ def register(family: Family) -> Family:
     AutoConfig.register(family.folded_model_type, family.config_class, exist_ok=True)
     AutoModel.register(family.config_class, family.base_class, exist_ok=True)
     AutoModelForCausalLM.register(family.config_class, family.model_class, exist_ok=True)
+    # Files keep the source's names for everything that is not attention (experts one by one, for example).
+    names = [
+        (family.model_type, family.folded_model_type),
+        (family.source_base.__name__, family.base_class.__name__),
+        (family.source_model.__name__, family.model_class.__name__),
+    ]
+    for theirs, ours in names:
+        mapping = get_checkpoint_conversion_mapping(theirs)
+        if mapping is not None:
+            register_checkpoint_conversion_mapping(ours, mapping, overwrite=True)
     return family
 
 
@@ -108,8 +193,15 @@ def families() -> list[str]:
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a source model's config, or of a folded model's. Raises KvfoldError for an unknown one."""
-    return require_known(config.model_type)
+    """The family of a source model's config, or of a folded model's.
+
+    Raises KvfoldError for an unknown family, and for a config that its family cannot fold.
+    """
+    family = require_known(config.model_type)
+    reason = family.refusal(config)
+    if reason:
+        raise KvfoldError(f"this {config.model_type} model cannot be folded: {reason}")
+    return family
 
 
 def require_known(model_type: str) -> Family:
@@ -146,19 +238,21 @@ class FoldedConfigMixin:
             raise KvfoldError(f"config has {len(layers)} folded layouts for {self.num_hidden_layers} layers")  # type: ignore[attr-defined]
         return layers
 
-    @property
-    def layer_types(self) -> list[str] | None:
-        """The cache layer type of each layer, which is where transformers' caches find ours."""
-        if not isinstance(getattr(self, "kvfold", None), dict):
-            return None
-        family = family_of(self)  # type: ignore[arg-type]
-        return [
-            latent_layer_type(family.traits(self, layer).sliding_window)
-            for layer in range(self.num_hidden_layers)  # type: ignore[attr-defined]
-        ]
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """The config as transformers reads it; its caches ask for the decoder's.
 
-    def validate_layer_type(self) -> None:
-        """transformers knows its own layer types only; ours come from ``layer_types`` above."""
+        They get a copy whose ``layer_types`` are our cache layers; all else (masks, RoPE, the layers themselves) goes
+        by the source's own.
+        """
+        config = super().get_text_config(decoder=decoder, encoder=encoder)  # type: ignore[misc]
+        types = getattr(config, "layer_types", None)
+        if not decoder or not is_folded(config) or (types and types[0].startswith(LAYER_TYPE)):
+            return config
+        view = copy.copy(config)
+        view.__dict__["layer_types"] = [
+            latent_layer_type(sliding_window(config, layer)) for layer in range(config.num_hidden_layers)
+        ]
+        return view
 
 
 class FoldedBaseMixin:
@@ -167,16 +261,22 @@ class FoldedBaseMixin:
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         family = family_of(config)
-        keepers: dict[int | None, int] = {}  # sliding window → first layer that has it
+        projections: Any = family.projections
+        keepers: dict[int | None, int] = {}  # sliding window → first layer that has it and rotates
         layers = self.get_submodule(family.layers).children()  # type: ignore[attr-defined]
         for index, (layer, layout) in enumerate(zip(layers, config.layouts(), strict=True)):
-            traits = family.traits(config, index)
-            keeper = keepers.setdefault(traits.sliding_window, index)
-            setattr(layer, family.attention, FoldedAttention(traits, layout, index, keeper, config))
+            attention = getattr(layer, family.attention)
+            traits = family.traits(attention, config, index)
+            keeper = keepers.setdefault(traits.sliding_window, index) if traits.rotary_dim else index
+            norms = (
+                getattr(attention, projections.norms[0]) if traits.query_norm else None,
+                getattr(attention, projections.norms[1]) if traits.key_norm else None,
+            )
+            setattr(layer, family.attention, FoldedAttention(traits, layout, index, keeper, config, norms))
         if family.rotary is not None:
             parent, _, name = family.rotary.rpartition(".")
             module = self.get_submodule(parent)  # type: ignore[attr-defined]
-            setattr(module, name, SharedRotary(getattr(module, name)))
+            setattr(module, name, SharedRotary(getattr(module, name), family.rotary_layout))
         self.post_init()  # type: ignore[attr-defined]
 
 
@@ -187,3 +287,36 @@ class FoldedCausalMixin:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         setattr(self, self.base_model_prefix, family_of(config).base_class(config))  # type: ignore[attr-defined]
         self.post_init()  # type: ignore[attr-defined]
+
+
+def _recorded(base: Any) -> dict[str, Any]:
+    """What ``output_hidden_states`` and ``output_attentions`` record: the model's own, with folded attention."""
+    recorded = dict(base._can_record_outputs or {})
+    if "attentions" in recorded:
+        recorded["attentions"] = FoldedAttention
+    return recorded
+
+
+def _folded_classes(family: Family) -> tuple[type, type, type]:
+    """Config, base model and causal-LM class of a family, as attributes of its module (where pickle looks)."""
+    source = family.source_config
+
+    @strict
+    class Config(FoldedConfigMixin, source):  # type: ignore[misc, valid-type]
+        model_type = f"kvfold_{source.model_type}"
+        kvfold: dict | None = None
+
+    class Base(FoldedBaseMixin, family.source_base):  # type: ignore[misc, name-defined]
+        config_class = Config
+        _can_record_outputs = _recorded(family.source_base)
+
+    class Causal(FoldedCausalMixin, family.source_model):  # type: ignore[misc, name-defined]
+        config_class = Config
+
+    made = ((Config, source), (Base, family.source_base), (Causal, family.source_model))
+    for cls, original in made:
+        cls.__name__ = cls.__qualname__ = f"Kvfold{original.__name__}"
+        cls.__module__ = family.module
+        cls.__doc__ = f"{original.__name__} whose keys and values are folded."
+        setattr(sys.modules[family.module], cls.__name__, cls)
+    return Config, Base, Causal

@@ -45,20 +45,37 @@ class RotaryTables:
         return self._of_keys[wanted]
 
 
-class SharedRotary(nn.Module):
-    """Stands in a model for its rotary embedding and returns ``RotaryTables``."""
+TABLE_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "halves": lambda table: table,  # as in Llama: every frequency, and all of them once more
+    "single": lambda table: torch.cat((table, table), dim=-1),
+    "interleaved": lambda table: torch.cat((table[..., ::2], table[..., ::2]), dim=-1),
+}
 
-    def __init__(self, rotary: nn.Module) -> None:
+
+class SharedRotary(nn.Module):
+    """Stands in a model for its rotary embedding and returns ``RotaryTables``.
+
+    Args:
+        rotary: the model's own. layout: how its tables lie, a key of ``TABLE_LAYOUTS``; ours are always ``halves``.
+    """
+
+    def __init__(self, rotary: nn.Module, layout: str = "halves") -> None:
         super().__init__()
         self.rotary = rotary
+        self.layout = layout
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> RotaryTables:
-        def at(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            like = torch.empty(0, dtype=x.dtype, device=positions.device)
-            return self.rotary(like, position_ids=positions, **kwargs)
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> RotaryTables:
+        """Tables of the tokens at ``position_ids``; further arguments are the model's own (a layer type)."""
 
-        cos, sin = self.rotary(x, position_ids=position_ids, **kwargs)
-        return RotaryTables(cos, sin, at)
+        def at(positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            cos, sin = self.rotary(like, positions, *args, **kwargs)
+            arrange = TABLE_LAYOUTS[self.layout]
+            return arrange(cos), arrange(sin)
+
+        dtype = x.dtype
+        return RotaryTables(
+            *at(position_ids, x), lambda keys: at(keys, torch.empty(0, dtype=dtype, device=keys.device))
+        )
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

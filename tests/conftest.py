@@ -16,6 +16,11 @@ import kvfold  # noqa: F401
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(2)
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-readme", action="store_true", help="write the measured figures into README.md")
+
+
 TEXT = " ".join(
     f"Sentence {number} tells of {animal}s that {verb} near the {place}."
     for number in range(40)
@@ -61,7 +66,8 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def folded(tmp_path_factory: pytest.TempPathFactory, source: Path, text_file: Path) -> Path:
     """The random Llama at half its cache, span all."""
-    from kvfold.convert.conversion import ConvertOptions, convert
+    from kvfold.convert.conversion import convert
+    from kvfold.convert.options import ConvertOptions
 
     out = tmp_path_factory.mktemp("models") / "folded"
     convert(str(source), str(out), ConvertOptions(calibrate=str(text_file), calibrate_tokens=2048, calibrate_window=64))

@@ -17,7 +17,7 @@ def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 2.0) -> torc
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name.lower() or "ln_" in name:
                 parameter.copy_(1 + 0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
@@ -61,23 +61,6 @@ def with_layouts(source: Any, layouts: list[FoldedLayout], seed: int = 1) -> Any
     config = family.config_class(**entries, kvfold={"format": FORMAT, "layers": [each.to_dict() for each in layouts]})
     config._attn_implementation = source.config._attn_implementation
     return randomize(family.model_class(config), seed)
-
-
-def as_plain(folded: Any, source: Any) -> Any:
-    """The source's own class with k_proj = W_s and v_proj = B·W_s of a folded model with full windows, R = KV·d."""
-    state = {
-        name: tensor
-        for name, tensor in folded.state_dict().items()
-        if "latent_proj" not in name and "value_map" not in name
-    }
-    for index, attention in enumerate(family_of(source.config).attentions(folded)):
-        prefix = f"model.layers.{index}.self_attn."
-        latent = attention.latent_proj.weight
-        state[prefix + "k_proj.weight"] = latent
-        value = latent if attention.value_map is None else attention.value_map.weight @ latent
-        state[prefix + "v_proj.weight"] = value
-    source.load_state_dict(state, strict=True)
-    return source
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 from kvfold.analysis.perplexity import evaluate
-from kvfold.convert.conversion import ConvertOptions, convert
+from kvfold.convert.conversion import convert
+from kvfold.convert.options import ConvertOptions
 
 RUNS = (
     ("mean", "head", 0.5),

@@ -230,33 +230,31 @@ def test_full_disk_is_noticed_before_writing(fails: Any, source: Path, monkeypat
 
 
 def test_disk_that_fills_while_writing(fails: Any, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvfold.model import KvfoldLlamaForCausalLM
+    from kvfold.convert.work import Work
 
-    def fill(self: Any, folder: Path, **options: Any) -> None:
-        (Path(folder) / "model.safetensors").write_bytes(b"half of it")
+    def fill(self: Any, index: int, folds: Any) -> None:
+        self.layer(index).write_bytes(b"half of it")
+        self.layer(index).rename(self.layer(index).with_suffix(".begun"))
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(KvfoldLlamaForCausalLM, "save_pretrained", fill)
+    monkeypatch.setattr(Work, "save_layer", fill)
     fails(source, says="no space left")
 
 
-def test_interruption_half_way(fails: Any, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvfold.convert.recipe import Recipe
+def test_interruption_before_anything_is_done(fails: Any, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvfold.convert.work import Work
 
-    def interrupt(self: Any, folder: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Recipe, "write", interrupt)
+    monkeypatch.setattr(Work, "save_layer", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     fails(source, says="nterrupted")
 
 
 def test_interruption_keeps_what_was_to_be_overwritten(
     fails: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvfold.convert.recipe import Recipe
+    from kvfold.convert.work import Work
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("keep")
-    monkeypatch.setattr(Recipe, "write", lambda self, folder: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(Work, "save_layer", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     fails(source, "--overwrite", says="nterrupted")
     assert (tmp_path / "out" / "precious").read_text() == "keep"

@@ -12,10 +12,11 @@ import torch
 from helpers import llama, mistral, relative
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.analysis.divergence import Divergence
+from kvfold.analysis.divergence import divergences
 from kvfold.analysis.text import write_text
-from kvfold.convert.conversion import ConvertOptions, convert, rounding_noise
+from kvfold.convert.conversion import convert
 from kvfold.convert.methods import METHODS
+from kvfold.convert.options import ConvertOptions, rounding_noise
 
 
 @pytest.fixture
@@ -38,8 +39,11 @@ def rows(source: Path, text_file: Path) -> torch.Tensor:
     return torch.tensor(tokens[-4 * 64 :]).view(4, 64)
 
 
+@torch.no_grad()
 def divergence(source: Path, model: Any, rows: torch.Tensor) -> float:
-    return Divergence(AutoModelForCausalLM.from_pretrained(source).eval(), rows).of(model)
+    models = (AutoModelForCausalLM.from_pretrained(source).eval(), model)
+    expected, found = (torch.stack([each(row[None]).logits for row in rows]) for each in models)
+    return divergences(expected, [found])[0]
 
 
 @pytest.mark.parametrize("name", ["svd", "calibrated"])
@@ -132,7 +136,7 @@ def test_the_fold_stands_a_rounded_cache(run: Any, source: Path, rows: torch.Ten
     """In bfloat16 the fold made for a bfloat16 cache does no worse than the one made for a float32 cache."""
     losses = {}
     for dtype in ("bfloat16", "float32"):
-        model, _ = run(cache_dtype=dtype)
+        model, _ = run(cache_dtype=dtype, balance=0.1)
         losses[dtype] = divergence(source, model.bfloat16(), rows)
     assert losses["bfloat16"] <= losses["float32"] * 1.02
     assert math.isclose(rounding_noise(torch.bfloat16), 2.18e-6, rel_tol=0.01)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import as_plain, llama, mistral, relative, with_layouts
+from helpers import llama, mistral, relative, with_layouts
 
+from kvfold.convert.native import native_model
 from kvfold.model import AttentionTraits, FoldedAttention, FoldedLayout, KvfoldError, family_of
 from kvfold.model.attention import FoldedAttention as Attention
 from kvfold.model.rotary import SharedRotary
@@ -151,7 +152,7 @@ def test_full_width_is_the_source(make: Any, ids: torch.Tensor) -> None:
 @torch.no_grad()
 def test_folded_is_a_plain_model_with_folded_weights(make: Any, span: str, ids: torch.Tensor) -> None:
     model = with_layouts(make(), [FoldedLayout(16, 2, 2, span)] * 3)
-    plain = as_plain(model, make())
+    plain = native_model(model)
     assert relative(model(ids).logits, plain(ids).logits) < 1e-5
     for choice in (
         {"max_new_tokens": 30},
@@ -207,11 +208,9 @@ def test_keys_are_normed_when_read() -> None:
     for parameter in source.parameters():
         parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
 
-    def norm() -> torch.nn.Module:
-        return Qwen3RMSNorm(8, eps=config.rms_norm_eps)
-
-    traits = AttentionTraits(48, 6, 2, 8, 8, 8**-0.5, query_norm=norm, key_norm=norm)
-    attention = FoldedAttention(traits, FoldedLayout(32, 2, 2), 0, 0, config).eval()
+    traits = AttentionTraits(48, 6, 2, 8, 8, 8**-0.5, query_norm=True, key_norm=True)
+    norms = (Qwen3RMSNorm(8, eps=config.rms_norm_eps), Qwen3RMSNorm(8, eps=config.rms_norm_eps))
+    attention = FoldedAttention(traits, FoldedLayout(32, 2, 2), 0, 0, config, norms).eval()
     attention.load_state_dict(
         {
             "q_proj.weight": source.q_proj.weight,

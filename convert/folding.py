@@ -1,0 +1,181 @@
+"""The folding of a checkpoint layer by layer: calibrate, fold, keep what came out, go on with the next."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..analysis.divergence import divergences
+from ..analysis.energy import DEFAULT_BALANCE, weigh
+from ..analysis.loading import DTYPES
+from ..analysis.moments import moments_of_layer, windows
+from ..analysis.progress import Track
+from ..analysis.streaming import Stream
+from ..model import AttentionParts, Family, FoldedAttention, FoldedLayout, KvfoldError
+from .options import ConvertOptions, cache_dtype, latent_width, rounding_noise
+from .problem import FoldedWeights, LayerProblem, Method
+from .source import LazySource
+from .work import Work
+
+BALANCES = (0.05, 0.1, 0.2, 0.4)  # that are compared; the best one is among them wherever tried
+HELD_OUT_ROWS = 4  # windows on which the balances are compared; not calibrated on
+
+
+class Folding:
+    """One conversion under way.
+
+    Attributes:
+        span: of every layer. balances: λ of each way in which layers are folded. chosen: which of them is best.
+        search: KL divergence from the source of each balance, where there are several.
+        calibration: what was calibrated on, for the recipe.
+    """
+
+    def __init__(
+        self, source: LazySource, method: Method, options: ConvertOptions, work: Work, track: Track
+    ) -> None:  # fmt: skip
+        self.source, self.method, self.options, self.work, self.track = source, method, options, work, track
+        self.family = source.family
+        self.span = options.span or ("head" if method.half_only else "all")
+        self.balances = [options.balance or DEFAULT_BALANCE]
+        self.chosen = 0
+        self.search: dict[str, float] = {}
+        self.calibration: dict[str, Any] | None = None
+        self.traits = self.family.traits_of(source.model)
+        self.widths = [latent_width(traits, options, self.span) for traits in self.traits]
+        self.dtype = source.dtype if options.dtype == "auto" else DTYPES[options.dtype]
+        self.noise = [
+            rounding_noise(cache_dtype(options, traits, width, self.dtype))
+            for traits, width in zip(self.traits, self.widths, strict=True)
+        ]
+
+    @property
+    def balance(self) -> float | None:
+        """λ of what came out; None for a method that has none."""
+        return None if self.method.half_only else self.balances[self.chosen]
+
+    def described(self) -> list[tuple[FoldedLayout, float | None]]:
+        """Layout and kept energy of every layer, folded the chosen way."""
+        return [self.work.described(index, self.chosen) for index in range(self.source.layers)]
+
+    def folded_tensors(self, index: int) -> list[tuple[str, list[int], Callable[[], torch.Tensor]]]:
+        """Name, shape and reader of a layer's tensors, folded the chosen way."""
+        return self.work.tensors(index, self.chosen)
+
+    def without_text(self) -> None:
+        """Fold every layer by its weights alone."""
+        with self.track("folding", self.source.layers) as advance:
+            for index in range(self.source.layers):
+                if not self.work.has_layer(index):
+                    with self.source.attention(index):
+                        parts = self.family.parts_of(self.source.model, index)
+                        self.work.save_layer(index, self._fold(index, parts, weigh(parts, None)))
+                advance(1)
+
+    def with_text(self, tokens: torch.Tensor) -> None:
+        """Fold every layer by its statistics on ``tokens`` ``[n]``, some of which are held out to find the balance.
+
+        Raises KvfoldError for too short a text.
+        """
+        rows, held_out = self._rows(tokens)
+        states = self.work.states(self.options.offload)
+        with self.source.ends() as model:
+            text = Stream(self.family, model, rows, states=states.of("text")).enter()
+            source, ways = None, []
+            if len(held_out):
+                source = Stream(self.family, model, held_out, 1, states.of("source")).enter()
+                ways = [source.fork(states.of(f"way-{way}")) for way in range(len(self.balances))]
+        done = states.restore()
+        with self.track("calibrating and folding", self.source.layers) as advance:
+            advance(done)
+            for index in range(done, self.source.layers):
+                with self.source.layer(index) as layer:
+                    self._layer(layer, index, text, source, ways)
+                states.keep(index + 1)
+                advance(1)
+        if source is not None:
+            self._choose(source, ways)
+
+    def _rows(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows to calibrate on, and rows to compare balances on (none, where there is nothing to compare)."""
+        options = self.options
+        longest = getattr(self.source.config, "max_position_embeddings", None) or options.calibrate_window
+        window = min(options.calibrate_window, longest)
+        if len(tokens) < 2 * window:
+            raise KvfoldError(
+                f"text {options.calibrate!r} is too short to calibrate on: {len(tokens)} tokens, use {2 * window} or "
+                "more"
+            )
+        rows = windows(tokens, window)
+        # Nothing is lost, hence nothing to balance, where keys and values lie side by side, and where the latent has as
+        # many columns as the input.
+        lossless = all(
+            width == 2 * traits.key_value_heads * traits.head_dim or (width >= traits.width and self.span == "all")
+            for width, traits in zip(self.widths, self.traits, strict=True)
+        )
+        held_out = 0 if lossless or options.balance is not None else min(HELD_OUT_ROWS, len(rows) // 2)
+        if held_out:
+            self.balances = list(BALANCES)
+        self.calibration = {
+            "text": options.calibrate,
+            "tokens": (len(rows) - held_out) * window,
+            "window": window,
+            "held_out_tokens": held_out * window,
+        }
+        return rows[: len(rows) - held_out], rows[len(rows) - held_out :]
+
+    def _layer(self, layer: Any, index: int, text: Stream, source: Stream | None, ways: list[Stream]) -> None:
+        moments = moments_of_layer(text, layer, index)
+        parts = self.family.parts_of(self.source.model, index)
+        folds = self._fold(index, parts, weigh(parts, moments))
+        del moments
+        self.work.save_layer(index, folds)
+        if source is not None:
+            source.through(layer, index)
+        for fold, way in zip(folds, ways, strict=bool(ways)):
+            with folded_attention(self.family, layer, parts, fold, index, self.source.config):
+                way.through(layer, index)
+
+    def _fold(self, index: int, parts: AttentionParts, weighted: Any) -> list[FoldedWeights]:
+        return [
+            self.method.fold(
+                LayerProblem(
+                    parts.weights,
+                    parts.traits,
+                    weighted,
+                    self.widths[index],
+                    self.span,
+                    balance,
+                    self.noise[index],
+                    self.dtype,
+                )
+            )
+            for balance in self.balances
+        ]
+
+    def _choose(self, source: Stream, ways: list[Stream]) -> None:
+        with self.source.ends(), self.track("choosing the balance", len(source.rows)) as advance:
+            found = divergences(source.logits(), [way.logits() for way in ways], advance)
+        self.search = {str(balance): value for balance, value in zip(self.balances, found, strict=True)}
+        self.chosen = min(range(len(found)), key=lambda way: found[way])
+
+
+@contextmanager
+def folded_attention(
+    family: Family, layer: Any, parts: AttentionParts, fold: FoldedWeights, index: int, config: Any
+) -> Iterator[None]:
+    """Put folded attention into a decoder layer for a while; it computes in the dtype of the layer's own."""
+    norms = (copy.deepcopy(parts.query_norm), copy.deepcopy(parts.key_norm))
+    with torch.device("meta"):
+        attention = FoldedAttention(parts.traits, fold.layout, index, index, config, norms)
+    like = parts.weights.q
+    attention.load_state_dict({name: tensor.to(like) for name, tensor in fold.tensors.items()}, assign=True)
+    own = getattr(layer, family.attention)
+    setattr(layer, family.attention, attention.eval())
+    try:
+        yield
+    finally:
+        setattr(layer, family.attention, own)

@@ -1,0 +1,110 @@
+"""What a conversion can be told, and what follows from it for a layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..analysis.hub import DEFAULT_ACCESS, Access
+from ..analysis.loading import DTYPES
+from ..model import AttentionTraits, KvfoldError
+from ..model.layout import SPANS
+from .problem import Method
+from .writing import require_shard_size
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How to convert.
+
+    Attributes:
+        method: a key of ``METHODS``.
+        cache_fraction, latent_width: F or R, at most one of them; neither: F = 0.5.
+        span: ``all`` or ``head``; None: ``all``, or ``head`` for the methods that know no other.
+        calibrate: TEXT. calibrate_tokens: how many of its tokens. calibrate_window: tokens in one go.
+        balance: λ; None: found by KL from the source on held-out windows of the text.
+        cache_dtype: the coarsest dtype that the cache will have; the value map is made to stand its rounding. ``auto``:
+            bfloat16, so that the model may be loaded in any dtype, but the weights' own where the fold is exact.
+        dtype: of the written weights; ``auto``: the source's.
+        max_shard_size: of the written files. overwrite: replace OUT. seed: of text ``self``. device: torch device.
+        offload: keep the calibration text's hidden states on disk. resume: go on with an interrupted conversion.
+        access: how MODEL may be read.
+    """
+
+    method: str = "calibrated"
+    cache_fraction: float | None = None
+    latent_width: int | None = None
+    span: str | None = None
+    calibrate: str = "docs"
+    calibrate_tokens: int = 16384
+    calibrate_window: int = 512
+    balance: float | None = None
+    cache_dtype: str = "auto"
+    dtype: str = "auto"
+    max_shard_size: str = "5GB"
+    overwrite: bool = False
+    seed: int = 0
+    device: str = "cpu"
+    offload: bool = False
+    resume: bool = False
+    access: Access = DEFAULT_ACCESS
+
+
+def check_options(chosen: Method, options: ConvertOptions) -> None:
+    """Raises KvfoldError for options that make no sense whatever the model is."""
+    if options.cache_fraction is not None and options.latent_width is not None:
+        raise KvfoldError("give a cache fraction or a latent width, not both")
+    if options.span is not None and options.span not in SPANS:
+        raise KvfoldError(f"span {options.span!r} is unknown: use one of {', '.join(SPANS)}")
+    other_width = options.latent_width is not None or options.cache_fraction not in (None, 0.5)
+    if chosen.half_only and (options.span == "all" or other_width):
+        raise KvfoldError(f"method {chosen.name!r} folds to cache fraction 0.5 with span 'head' only")
+    if options.cache_fraction is not None and not 0.5 <= options.cache_fraction <= 1:
+        raise KvfoldError(f"cache fraction {options.cache_fraction} is out of range: 0.5 to 1")
+    if options.balance is not None and not (math.isfinite(options.balance) and options.balance > 0):
+        raise KvfoldError(f"balance {options.balance} is out of range: it is a positive number")
+    if options.dtype not in ("auto", *DTYPES):
+        raise KvfoldError(f"dtype {options.dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
+    if options.cache_dtype not in ("auto", *DTYPES):
+        raise KvfoldError(f"cache dtype {options.cache_dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
+    require_shard_size(options.max_shard_size)
+    if options.calibrate_tokens < 2 * options.calibrate_window:
+        raise KvfoldError(
+            f"{options.calibrate_tokens} calibration tokens are too few: use {2 * options.calibrate_window} or more "
+            f"(windows of {options.calibrate_window})"
+        )
+
+
+def latent_width(traits: AttentionTraits, options: ConvertOptions, span: str) -> int:
+    """R of a layer: from the options, for span ``head`` rounded to equally many columns a head. Raises KvfoldError."""
+    heads, keys = traits.key_value_heads, traits.key_value_heads * traits.head_dim
+    if options.latent_width is not None:
+        width = options.latent_width
+        if not keys <= width <= 2 * keys:
+            raise KvfoldError(f"latent width {width} is out of range for this model: {keys} to {2 * keys}")
+        if span == "head" and width % heads:
+            raise KvfoldError(f"latent width {width} does not divide over {heads} key heads (span 'head')")
+        return width
+    fraction = 0.5 if options.cache_fraction is None else options.cache_fraction
+    step = heads if span == "head" else 1
+    return round(2 * keys * fraction / step) * step
+
+
+def cache_dtype(options: ConvertOptions, traits: AttentionTraits, width: int, weights: torch.dtype) -> torch.dtype:
+    """The dtype whose rounding the value map of a layer is made to stand.
+
+    With as many columns as the input has, a latent can lose nothing at all, so there ``auto`` gives no accuracy away.
+    """
+    if options.cache_dtype != "auto":
+        return DTYPES[options.cache_dtype]
+    return weights if width >= traits.width and options.span != "head" else torch.bfloat16
+
+
+def rounding_noise(dtype: torch.dtype) -> float:
+    """Variance of rounding to ``dtype`` relative to the second moment of what is rounded.
+
+    In one binade [1, 2) numbers lie eps apart, so the error has variance eps²/12 while the numbers' mean square is 7/3.
+    """
+    return max(torch.finfo(dtype).eps ** 2 / 28, 1e-14)
