@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..model import AttentionParts, AttentionTraits, Family
-from ..model.rotary import rotate
 from .moments import LayerMoments
 
 DEFAULT_BALANCE = 0.1
@@ -35,9 +34,8 @@ class WeightedLayer:
         key_root, key_unroot: square root of M_k and its inverse, ``[KV, d, d]``.
         value_root, value_unroot: the same of M_v.
         moment_root: lower Cholesky factor of the second moment of x̃ in which the joint signal is measured,
-            ``[D + 1, D + 1]``. Everything works on factors: squaring would lose half of the digits.
-        value_moment_roots: that of the moments on which value maps are fitted, ``[pools, D + 1, D + 1]``; see
-            ``moments.pool_of``.
+            ``[D + 1, D + 1]``; None: white inputs. Everything works on factors: squaring would lose half of the digits.
+        value_moment_roots: those of the moments on which value maps are fitted, one a pool (see ``moments.pool_of``).
         traits: the layer's properties.
     """
 
@@ -47,8 +45,8 @@ class WeightedLayer:
     key_unroot: torch.Tensor
     value_root: torch.Tensor
     value_unroot: torch.Tensor
-    moment_root: torch.Tensor
-    value_moment_roots: torch.Tensor
+    moment_root: torch.Tensor | None
+    value_moment_roots: list[torch.Tensor | None]
     traits: AttentionTraits
 
     @property
@@ -62,6 +60,8 @@ class WeightedLayer:
     @property
     def mean(self) -> torch.Tensor:
         """E[x̃] in the moment of the joint signal, ``[D + 1]``."""
+        if self.moment_root is None:
+            return torch.eye(self.traits.width + 1, dtype=torch.float64)[-1]
         mean = self.moment_root @ self.moment_root[-1]
         return mean / mean[-1]
 
@@ -72,11 +72,23 @@ class WeightedLayer:
         much an error in the values counts against one in the keys. Where the latent has a bias, the means of the keys
         cost no direction of it, nor do those of the values where these may have a constant: they are left out.
         """
-        keys = self.key_root @ (self._centred(self.key) if self.traits.latent_bias else self.key)
-        values = self.value_root @ (self._centred(self.value) if self.traits.value_constant(span) else self.value)
-        key_size, value_size = (keys @ self.moment_root).norm(), (values @ self.moment_root).norm()
+        keys, values = self.varying(span)
+        keys, values = self.key_root @ keys, self.value_root @ values
+        key_size, value_size = (signal(part, self.moment_root).norm() for part in (keys, values))
         factor = float(balance**0.5 * key_size / value_size.clamp(min=1e-150))
         return torch.cat((keys[heads].flatten(0, 1), factor * values[heads].flatten(0, 1))), factor
+
+    def varying(self, span: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values without the means that cost no direction of the latent, each ``[KV, d, D + 1]``."""
+        key = self._centred(self.key) if self.traits.latent_bias else self.key
+        return key, self._centred(self.value) if self.traits.value_constant(span) else self.value
+
+    def rank(self, span: str) -> int:
+        """Directions that the joint signal of any heads can have, apart from its number of rows.
+
+        Maps of x, or of x less its mean, have at most D; a mixture of both has one more.
+        """
+        return self.traits.width + (self.traits.latent_bias and not self.traits.value_constant(span))
 
     def _centred(self, maps: torch.Tensor) -> torch.Tensor:
         """Maps of x̃ whose mean is taken off."""
@@ -89,7 +101,7 @@ class WeightedLayer:
 
         There are ``min(2·n·d, D + 1)`` of them.
         """
-        directions, sizes, _ = torch.linalg.svd(rows @ self.moment_root, full_matrices=False)
+        directions, sizes, _ = torch.linalg.svd(signal(rows, self.moment_root), full_matrices=False)
         return sizes.square(), directions
 
     def head_groups(self, span: str) -> list[list[int]]:
@@ -106,6 +118,11 @@ class WeightedLayer:
         return [sum(float(part[: width // len(groups)].sum()) for part in energies) / total for width in widths]
 
 
+def signal(maps: torch.Tensor, moment_root: torch.Tensor | None) -> torch.Tensor:
+    """Maps of x̃ ``[..., D + 1]`` times the factor of its second moment (None: the identity)."""
+    return maps if moment_root is None else maps @ moment_root
+
+
 def weigh(parts: AttentionParts, moments: LayerMoments | None) -> WeightedLayer:
     """Weigh a layer's keys and values.
 
@@ -114,21 +131,22 @@ def weigh(parts: AttentionParts, moments: LayerMoments | None) -> WeightedLayer:
     """
     traits, weights = parts.traits, parts.weights
     kv, d, group = traits.key_value_heads, traits.head_dim, traits.query_heads // traits.key_value_heads
+    moment_root: torch.Tensor | None = None
+    value_moment_roots: list[torch.Tensor | None] = [None]
     if moments is None:
-        inputs = key_moment = torch.eye(traits.width + 1, dtype=torch.float64)
-        value_moments = inputs[None]
         distances = torch.full((kv, NO_DATA_DISTANCE), 1 / NO_DATA_DISTANCE, dtype=torch.float64)
         query_moment, gains = _white_moments(parts)
     else:
-        inputs, query_moment, gains = moments.inputs, moments.queries, moments.gains
-        key_moment = (1 - KEY_BLEND) * moments.keys + KEY_BLEND * inputs
-        value_moments = (1 - VALUE_BLEND) * moments.values + VALUE_BLEND * inputs
-        distances = moments.distances
+        query_moment, gains, distances = moments.queries, moments.gains, moments.distances
+        moment_root = _factor((1 - KEY_BLEND) * moments.keys + KEY_BLEND * moments.inputs)
+        value_moment_roots = [
+            _factor((1 - VALUE_BLEND) * moment + VALUE_BLEND * moments.inputs) for moment in moments.values
+        ]
     if parts.frequencies is not None:
         query_moment = _at_distances(query_moment, parts.frequencies.double().cpu(), distances)
     query_moment = gains[:, :, None] * query_moment * gains[:, None]
-    output = weights.o.detach().double().cpu().view(-1, kv, group, d)  # [D, KV, group, d]
-    value_moment = torch.einsum("ihgd,ihge->hde", output, output) / group
+    blocks = weights.o.detach().chunk(kv, dim=1)
+    value_moment = torch.stack([_output_moment(block, d) for block in blocks]) / group
     key_root, key_unroot = _roots(query_moment, QUERY_FLOOR)
     value_root, value_unroot = _roots(value_moment, 1e-12)
     return WeightedLayer(
@@ -138,8 +156,8 @@ def weigh(parts: AttentionParts, moments: LayerMoments | None) -> WeightedLayer:
         key_unroot=key_unroot,
         value_root=value_root,
         value_unroot=value_unroot,
-        moment_root=_factor(key_moment),
-        value_moment_roots=torch.stack([_factor(moment) for moment in value_moments]),
+        moment_root=moment_root,
+        value_moment_roots=value_moment_roots,
         traits=traits,
     )
 
@@ -166,26 +184,42 @@ def _white_moments(parts: AttentionParts) -> tuple[torch.Tensor, torch.Tensor]:
     if parts.query_norm is not None:
         queries = parts.queries(x).double().cpu().reshape(kv, -1, d)
         return queries.transpose(1, 2) @ queries / queries.shape[1], gains
-    query = _with_bias(parts.weights.q, parts.weights.q_bias).view(kv, group, d, -1)
-    return (query @ query.transpose(-1, -2)).mean(1), gains
+    biases = parts.weights.q_bias.chunk(kv) if parts.weights.q_bias is not None else [None] * kv
+    moments = []
+    for weight, bias in zip(parts.weights.q.chunk(kv), biases, strict=True):
+        query = _with_bias(weight, bias).view(group, d, -1)
+        moments.append((query @ query.transpose(-1, -2)).mean(0))
+    return torch.stack(moments), gains
+
+
+def _output_moment(block: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Σ_j W_o^j W_o^jᵀ ``[d, d]`` of the columns ``[D, group·d]`` of the output projection that read one KV head."""
+    outputs = block.double().cpu().unflatten(1, (-1, head_dim))  # [D, group, d]
+    return torch.einsum("igd,ige->de", outputs, outputs)
 
 
 def _at_distances(moment: torch.Tensor, frequencies: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
     """E[(R_Δ q)(R_Δ q)ᵀ] of query moments ``[KV, d, d]`` over the distances Δ, weighted by ``distances`` ``[KV, T]``.
 
-    This is the moment of the queries as an unrotated key meets them: RoPE turns a score into q·R_Δᵀ k.
+    This is the moment of the queries as an unrotated key meets them: RoPE turns a score into q·R_Δᵀ k. R_Δ has cosines
+    on its diagonal and sines between the two members of a pair, so only their means and products over Δ are needed.
     """
-    angles = torch.arange(distances.shape[1], dtype=torch.float64)[:, None] * torch.cat((frequencies, frequencies))
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [T, 1, rotary]
-    width = cos.shape[-1]
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
-
+    d = moment.shape[1]
+    angles = torch.arange(distances.shape[1], dtype=torch.float64)[:, None] * frequencies
+    idle = angles.new_zeros(len(angles), d - 2 * len(frequencies))  # dimensions that do not turn
+    cos = torch.cat((angles, angles, idle), dim=1).cos()  # [T, d]
+    sin = torch.cat((-angles, angles, idle), dim=1).sin()
+    partner = torch.tensor(
+        [*range(len(frequencies), 2 * len(frequencies)), *range(len(frequencies)), *range(2 * len(frequencies), d)]
+    )
+    # (R q)_i = cos_i q_i + sin_i q_partner(i)
     turned = []
     for head, weight in zip(moment, distances, strict=True):
-        one_side = turn(head.expand(len(weight), -1, -1)).transpose(1, 2)
-        turned.append(torch.einsum("t,tij->ij", weight, turn(one_side)))
+        weighted_cos, weighted_sin = weight[:, None] * cos, weight[:, None] * sin
+        mixed = (weighted_cos.T @ sin) * head[:, partner]
+        turned.append(
+            (weighted_cos.T @ cos) * head + mixed + mixed.T + (weighted_sin.T @ sin) * head[partner][:, partner]
+        )
     return torch.stack(turned)
 
 

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import torch
 
-from ..analysis.energy import WeightedLayer
+from ..analysis.energy import WeightedLayer, signal
 from ..analysis.moments import pool_of
 from .problem import FoldedWeights, Latent, LayerProblem, assemble
 
@@ -90,30 +90,21 @@ def fold_heads(problem: LayerProblem, heads: list[int], width: int) -> HeadFold:
     layer, noise = problem.weighted, problem.noise
     n, d, rotated = len(heads), layer.head_dim, layer.traits.rotary_dim
     affine = layer.traits.value_constant(problem.span)
-    rows, factor = layer.joint(heads, problem.balance, problem.span)
-    kept, kept_energy, energy = _projected(layer, rows, width, problem.span)
-    keys = layer.key_unroot[heads] @ kept[: n * d].unflatten(0, (n, d))  # [n, d, D + 1]
-    windows = keys[:, :rotated].flatten(0, 1)
+    kept = _kept(problem, heads, width)
+    windows = kept.keys[:, :rotated].flatten(0, 1)
     extra = windows[:0]
     if width > n * rotated:
-        values = _per_head(layer.value_unroot[heads], kept[n * d :] / factor)
-        left, _ = regress(values, windows, layer.moment_root, noise, affine, residual=True)
-        signals = [_per_head(layer.value_root[heads], left)]
+        root = layer.moment_root
+        left = residual(kept.values.flatten(0, 1), windows, root, noise, affine)
+        parts = [_per_head(layer.value_root[heads], left)]
         if rotated < d:
-            unrotated, _ = regress(
-                keys[:, rotated:].flatten(0, 1),
-                windows,
-                layer.moment_root,
-                noise,
-                layer.traits.latent_bias,
-                residual=True,
-            )
-            weighted = layer.key_root[heads][:, :, rotated:] @ unrotated.unflatten(0, (n, d - rotated))
-            signals = [weighted.flatten(0, 1), factor * signals[0]]
-        signal = torch.cat(signals)
-        seen = signal @ layer.moment_root
+            left = residual(kept.keys[:, rotated:].flatten(0, 1), windows, root, noise, layer.traits.latent_bias)
+            weighted = layer.key_root[heads][:, :, rotated:] @ left.unflatten(0, (n, d - rotated))
+            parts = [weighted.flatten(0, 1), kept.factor * parts[0]]
+        rest = torch.cat(parts)
+        seen = signal(rest, root)
         _, basis = torch.linalg.eigh(seen @ seen.T)
-        extra = basis.flip(1)[:, : width - n * rotated].T @ signal
+        extra = basis.flip(1)[:, : width - n * rotated].T @ rest
     if layer.traits.latent_bias:  # the joint signal went without the keys' means
         windows = windows.clone()
         windows[:, -1] += layer.key[heads, :rotated].flatten(0, 1) @ layer.mean
@@ -124,19 +115,33 @@ def fold_heads(problem: LayerProblem, heads: list[int], width: int) -> HeadFold:
         target = layer.value[list(sharing)].flatten(0, 1)
         fitted.append(regress(target, latent, layer.value_moment_roots[pool], noise, affine))
     maps, constants = (torch.cat(parts) for parts in zip(*fitted, strict=True))
-    return HeadFold(windows, extra, maps, constants, kept_energy, energy)
+    return HeadFold(windows, extra, maps, constants, kept.energy, kept.all_energy)
 
 
-def _projected(layer: WeightedLayer, rows: torch.Tensor, width: int, span: str) -> tuple[torch.Tensor, float, float]:
-    """The joint signal on its top ``width`` directions, the energy of those, and the energy of all."""
-    # Maps of x, or of x less its mean, have at most D directions; a mixture of both has one more.
-    rank = layer.traits.width + (layer.traits.latent_bias and not layer.traits.value_constant(span))
-    if width >= min(len(rows), rank):
-        energy = float((rows @ layer.moment_root).square().sum())
-        return rows, energy, energy
+@dataclass(frozen=True)
+class _Kept:
+    """Keys and values ``[n, d, D + 1]`` as far as a latent keeps them, without their means, and √(λ·scale)."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    factor: float
+    energy: float
+    all_energy: float
+
+
+def _kept(problem: LayerProblem, heads: list[int], width: int) -> _Kept:
+    """The joint signal of ``heads`` on its top ``width`` directions, no longer weighted."""
+    layer, n = problem.weighted, len(heads)
+    if width >= min(2 * n * layer.head_dim, layer.rank(problem.span)):
+        keys, values = layer.varying(problem.span)
+        _, factor = layer.joint(heads, problem.balance, problem.span)
+        return _Kept(keys[heads], values[heads], factor, 1.0, 1.0)
+    rows, factor = layer.joint(heads, problem.balance, problem.span)
     energies, directions = layer.spectrum(rows)
     top = directions[:, :width]
-    return top @ (top.T @ rows), float(energies[:width].sum()), float(energies.sum())
+    projected = (top @ (top.T @ rows)).unflatten(0, (2, n, -1))
+    keys, values = layer.key_unroot[heads] @ projected[0], layer.value_unroot[heads] @ projected[1] / factor
+    return _Kept(keys, values, factor, float(energies[:width].sum()), float(energies.sum()))
 
 
 def _per_head(matrices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -145,12 +150,7 @@ def _per_head(matrices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def regress(
-    target: torch.Tensor,
-    latent: torch.Tensor,
-    moment_root: torch.Tensor,
-    noise: float,
-    affine: bool = False,
-    residual: bool = False,
+    target: torch.Tensor, latent: torch.Tensor, moment_root: torch.Tensor | None, noise: float, affine: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Least squares B and c with target ≈ B·latent + c (both maps of x̃), the latent's entries carrying relative noise.
 
@@ -158,25 +158,34 @@ def regress(
         target: ``[t, D + 1]``. latent: ``[R, D + 1]``. moment_root: factor of the second moment of x̃.
         noise: variance of the noise relative to the second moment of each latent entry: a ridge.
         affine: whether there is a constant c; else it is 0.
-        residual: return the map of what is left, ``[t, D + 1]``, instead of B.
     """
-    solution, constant = latent.new_zeros(len(target), len(latent)), target.new_zeros(len(target))
-    if len(target) and (len(latent) or affine):
-        columns = (latent @ moment_root).T  # [D + 1, R]
-        size = columns.norm(dim=0)
-        scale = torch.where(size > 0, 1 / size.clamp(min=1e-150), 0.0)
-        columns = columns * scale
-        ridge = noise**0.5 * torch.eye(len(latent), dtype=latent.dtype)
-        if affine:
-            columns = torch.cat((columns, moment_root[-1:].T), dim=1)
-            ridge = torch.cat((ridge, ridge.new_zeros(len(latent), 1)), dim=1)
-        wanted = torch.cat(((target @ moment_root).T, latent.new_zeros(len(latent), len(target))))
-        fitted = torch.linalg.lstsq(torch.cat((columns, ridge)), wanted, driver="gels").solution.T
-        solution = fitted[:, : len(latent)] * scale
-        if affine:
-            constant = fitted[:, -1]
-    if residual:
-        left = target - solution @ latent
-        left[:, -1] -= constant
-        return left, constant
-    return solution, constant
+    constant = target.new_zeros(len(target))
+    if not len(target) or not (len(latent) or affine):
+        return target.new_zeros(len(target), len(latent)), constant
+    columns = signal(latent, moment_root).T  # [D + 1, R]
+    size = columns.norm(dim=0)
+    scale = torch.where(size > 0, 1 / size.clamp(min=1e-150), 0.0)
+    inputs, count = len(columns), len(latent)
+    stacked = target.new_zeros(inputs + count, count + affine)
+    torch.mul(columns, scale, out=stacked[:inputs, :count])
+    stacked[inputs:, :count].fill_diagonal_(noise**0.5)
+    if affine:
+        stacked[:inputs, -1] = 0 if moment_root is None else moment_root[-1]
+        if moment_root is None:
+            stacked[inputs - 1, -1] = 1
+    del columns
+    orthogonal, triangle = torch.linalg.qr(stacked)
+    del stacked
+    seen = orthogonal[:inputs].T @ signal(target, moment_root).T  # the ridge wants 0
+    fitted = torch.linalg.solve_triangular(triangle, seen, upper=True).T
+    return fitted[:, :count] * scale, fitted[:, -1] if affine else constant
+
+
+def residual(
+    target: torch.Tensor, latent: torch.Tensor, moment_root: torch.Tensor | None, noise: float, affine: bool
+) -> torch.Tensor:
+    """What ``regress`` leaves of ``target``, as a map of x̃."""
+    maps, constant = regress(target, latent, moment_root, noise, affine)
+    left = target - maps @ latent
+    left[:, -1] -= constant
+    return left

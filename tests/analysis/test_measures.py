@@ -70,6 +70,7 @@ def test_kept_energy_is_the_best_possible_and_reaches_one(ids: torch.Tensor) -> 
         assert math.isclose(every[-1], 1)
         # Eckart–Young: no 16 directions keep more of the joint signal than the spectrum says.
         rows, _ = layer.joint([0, 1], 0.1)
+        assert layer.moment_root is not None
         signal = rows @ layer.moment_root
         other, _ = torch.linalg.qr(torch.randn(32, 16, generator=torch.Generator().manual_seed(0)).double())
         assert float((other.T @ signal).square().sum() / signal.square().sum()) < every[0]
