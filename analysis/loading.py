@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from ..model import KvfoldError, family_of, is_folded, require_known
 from ..model.errors import one_line
+from .encoders import is_encoder
 from .hub import DEFAULT_ACCESS, SMALL_FILES, Access, fetch, is_hub_id, on_hub, quiet
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,18 +65,22 @@ class Checkpoint:
         return self.model.config
 
 
-def load(path: str, dtype: str = "auto", device: str = "cpu", access: Access = DEFAULT_ACCESS) -> Checkpoint:
+def load(
+    path: str, dtype: str = "auto", device: str = "cpu", access: Access = DEFAULT_ACCESS, encoders: bool = False
+) -> Checkpoint:
     """Load MODEL, checked: every tensor there, finite, of the right shape.
 
     Args:
         path: folder, Hub id or ``.gguf`` file. dtype: ``auto`` (as stored) or a key of ``DTYPES``.
         device: torch device. access: revision, token, and whether pickled weights may be read.
+        encoders: whether the model may be an encoder; of those the base model is loaded.
 
     Raises:
         KvfoldError: for anything about the checkpoint that is wrong.
     """
     torch_dtype: Any = "auto" if dtype == "auto" else _dtype(dtype)
-    location = locate(path, access)
+    location = locate(path, access, encoders)
+    encoder = not location.gguf and is_encoder(_model_type(location.folder))
     how: dict[str, Any]
     if location.gguf:
         how = {"gguf_file": location.gguf}
@@ -84,7 +89,7 @@ def load(path: str, dtype: str = "auto", device: str = "cpu", access: Access = D
         how = {"use_safetensors": not location.pickled, "weights_only": True}
     with one_line_errors(path), quiet(), _no_bar(location.gguf), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about the age of pickles
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = (AutoModel if encoder else AutoModelForCausalLM).from_pretrained(
             str(location.folder),
             dtype=torch_dtype,
             output_loading_info=True,
@@ -93,6 +98,8 @@ def load(path: str, dtype: str = "auto", device: str = "cpu", access: Access = D
             **how,
         )
     model, info = loaded
+    if encoder:  # checkpoints of encoders come with one head or another, which is not asked for
+        info = {**info, "missing_keys": [key for key in info["missing_keys"] if "layer" in key], "unexpected_keys": []}
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise KvfoldError(f"{path}: {len(missing)} tensors are missing from the weights, first {missing[0]}")
@@ -120,7 +127,7 @@ def load(path: str, dtype: str = "auto", device: str = "cpu", access: Access = D
     return Checkpoint(path, model, load_tokenizer(location), location.folder)
 
 
-def locate(path: str, access: Access = DEFAULT_ACCESS) -> Location:
+def locate(path: str, access: Access = DEFAULT_ACCESS, encoders: bool = False) -> Location:
     """Find MODEL and all its files, on the Hub if need be, without reading its weights.
 
     Raises KvfoldError where it is not there, not of a known family, incomplete, or pickled without leave.
@@ -128,7 +135,7 @@ def locate(path: str, access: Access = DEFAULT_ACCESS) -> Location:
     folder, gguf = _folder(path, access)
     with one_line_errors(path):
         with quiet(), _no_bar(gguf):
-            _check_config(folder, gguf)
+            _check_config(folder, gguf, encoders)
         if gguf:
             return Location(path, folder, [folder / gguf], gguf)
         if is_hub_id(path):
@@ -235,7 +242,7 @@ def _fetch_weights(model: str, snapshot: Path, access: Access) -> None:
     fetch(model, [file.name for file in files], pinned)
 
 
-def _check_config(folder: Path, gguf: str | None) -> None:
+def _check_config(folder: Path, gguf: str | None, encoders: bool) -> None:
     """Refuse an unknown family before its code would have to be trusted or its weights read. Raises KvfoldError."""
     if gguf:
         family_of(AutoConfig.from_pretrained(str(folder), gguf_file=gguf))
@@ -243,7 +250,13 @@ def _check_config(folder: Path, gguf: str | None) -> None:
     entries, _ = PreTrainedConfig.get_config_dict(str(folder))
     if not isinstance(entries, dict):
         raise KvfoldError("its config.json holds no settings")
-    require_known(str(entries.get("model_type")))
+    if is_encoder(str(entries.get("model_type"))):
+        if not encoders:
+            raise KvfoldError(
+                f"{entries['model_type']} is an encoder, which has no KV cache: kvfold analyze alone takes it"
+            )
+    else:
+        require_known(str(entries.get("model_type")))
     if entries.get("quantization_config"):
         raise KvfoldError("it is quantised; give the unquantised checkpoint (or a GGUF file, which is dequantised)")
     if (folder / "adapter_config.json").is_file():
@@ -262,6 +275,10 @@ def _present_weights(folder: Path, access: Access) -> list[Path]:
         if not file.is_file():
             raise KvfoldError(f"shard {file.name} is missing")
     return files
+
+
+def _model_type(folder: Path) -> str:
+    return str(PreTrainedConfig.get_config_dict(str(folder))[0].get("model_type"))
 
 
 def _pickled(files: list[Path]) -> bool:

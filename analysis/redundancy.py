@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.linalg import orthogonal_procrustes, subspace_angles
 
-from ..model import AttentionWeights, family_of
-from .energy import WeightedLayer, weigh_model
+from ..model import family_of
+from .encoders import keys_and_values
+from .energy import WeightedLayer, weigh
 from .moments import LayerMoments
 from .progress import Track, silent
 
@@ -62,36 +63,51 @@ class LayerRedundancy:
 def analyze(model: Any, moments: list[LayerMoments] | None = None, track: Track = silent) -> list[LayerRedundancy]:
     """Measure every layer of a model of a supported family; ``moments`` come from ``collect_moments``."""
     family = family_of(model.config)
-    weighted = weigh_model(family, model, moments)
+    layers = family.traits_of(model)
     results = []
-    with track("comparing keys and values", len(weighted)) as advance:
-        for index, layer in enumerate(weighted):
-            inputs = moments[index].inputs if moments else None
-            results.append(_layer(index, family.parts_of(model, index).weights, layer.head_dim, layer, inputs))
+    with track("comparing keys and values", len(layers)) as advance:
+        for index, traits in enumerate(layers):
+            parts = family.parts_of(model, index)
+            result = _layer(index, parts.weights.k, parts.weights.v, traits.head_dim)
+            if moments is not None:
+                result = _on_text(result, weigh(parts, moments[index]), moments[index].inputs)
+            results.append(result)
             advance(1)
     return results
 
 
-def _layer(
-    index: int, weights: AttentionWeights, head_dim: int, weighted: WeightedLayer, inputs: torch.Tensor | None
-) -> LayerRedundancy:
-    k = weights.k.detach().double().cpu().numpy()
-    v = weights.v.detach().double().cpu().numpy()
+def analyze_encoder(model: Any, track: Track = silent) -> list[LayerRedundancy]:
+    """Measure every layer of an encoder (see ``encoders``) by its weights."""
+    layers, heads = keys_and_values(model), model.config.num_attention_heads
+    results = []
+    with track("comparing keys and values", len(layers)) as advance:
+        for index, (key, value) in enumerate(layers):
+            results.append(_layer(index, key, value, len(key) // heads))
+            advance(1)
+    return results
+
+
+def _layer(index: int, key: torch.Tensor, value: torch.Tensor, head_dim: int) -> LayerRedundancy:
+    k, v = (part.detach().double().cpu().numpy() for part in (key, value))
     heads = []
     for head in range(len(k) // head_dim):
         rows = slice(head * head_dim, (head + 1) * head_dim)
-        cka = None if inputs is None else _cka(weighted.key[head], weighted.value[head], inputs)
-        heads.append(_head(index, head, k[rows], v[rows], cka))
-    fractions: list[float] = []
-    kept: dict[str, list[float]] = {"all": [], "head": []}
-    if inputs is not None:
-        fractions = [0.5 + 0.5 * step / (WIDTH_STEPS - 1) for step in range(WIDTH_STEPS)]
-        widths = [round(fraction * 2 * len(k)) for fraction in fractions]
-        kept = {span: weighted.kept_shares(widths, span) for span in ("all", "head")}
-    return LayerRedundancy(index, _cosine(k, v), heads, fractions, kept["all"], kept["head"])
+        heads.append(_head(index, head, k[rows], v[rows]))
+    return LayerRedundancy(index, _cosine(k, v), heads, [], [], [])
 
 
-def _head(layer: int, head: int, k: np.ndarray, v: np.ndarray, cka: float | None) -> HeadRedundancy:
+def _on_text(result: LayerRedundancy, weighted: WeightedLayer, inputs: torch.Tensor) -> LayerRedundancy:
+    """Add what text tells: CKA, and the energy that latents of several widths keep."""
+    heads = [
+        replace(head, cka=_cka(weighted.key[head.head], weighted.value[head.head], inputs)) for head in result.heads
+    ]
+    fractions = [0.5 + 0.5 * step / (WIDTH_STEPS - 1) for step in range(WIDTH_STEPS)]
+    widths = [round(fraction * 2 * weighted.heads * weighted.head_dim) for fraction in fractions]
+    kept = {span: weighted.kept_shares(widths, span) for span in ("all", "head")}
+    return replace(result, heads=heads, fractions=fractions, kept_all=kept["all"], kept_head=kept["head"])
+
+
+def _head(layer: int, head: int, k: np.ndarray, v: np.ndarray) -> HeadRedundancy:
     rotation, _ = orthogonal_procrustes(v.T, k.T)  # v.T @ rotation ≈ k.T, [D, d]
     return HeadRedundancy(
         layer=layer,
@@ -101,7 +117,6 @@ def _head(layer: int, head: int, k: np.ndarray, v: np.ndarray, cka: float | None
         principal_cosine=float(np.cos(subspace_angles(k.T, v.T)).mean()),
         key_rank=_effective_rank(k),
         value_rank=_effective_rank(v),
-        cka=cka,
     )
 
 

@@ -33,25 +33,30 @@ def analyze(
 
     Example: kvfold analyze HuggingFaceTB/SmolLM2-135M-Instruct --calibrate docs --out analysis/
     """
+    from ..analysis.encoders import is_encoder
     from ..analysis.loading import Access, load, require_unfolded
     from ..analysis.moments import collect_moments, windows
     from ..analysis.plots import write_figures
     from ..analysis.redundancy import analyze as run
+    from ..analysis.redundancy import analyze_encoder
     from ..analysis.tables import summary, write_csv
     from ..analysis.text import CALIBRATE, TextSource
+    from ..model import KvfoldError
 
     check_json(json, model)
     source = TextSource(calibrate, CALIBRATE) if calibrate else None
     if out is not None:
         check_output(out, model)
         _make_folder(out)
-    checkpoint = load(model, dtype, device, Access(revision, token, allow_pickle))
+    checkpoint = load(model, dtype, device, Access(revision, token, allow_pickle), encoders=True)
     require_unfolded(model, checkpoint.folder, checkpoint.config)
-    moments = None
+    encoder, moments = is_encoder(checkpoint.config.model_type), None
+    if encoder and source is not None:
+        raise KvfoldError(f"{model} is an encoder, which is compared by its weights alone: leave out --calibrate")
     if source is not None:
         tokens = source.tokens(checkpoint.tokenizer, calibrate_tokens, checkpoint.model, seed)
         moments = collect_moments(checkpoint.model, windows(tokens, calibrate_window), track=track)
-    layers = run(checkpoint.model, moments, track)
+    layers = analyze_encoder(checkpoint.model, track) if encoder else run(checkpoint.model, moments, track)
     _print(model, layers)
     means = summary(layers)
     console.print(

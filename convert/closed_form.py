@@ -108,11 +108,11 @@ def fold_heads(problem: LayerProblem, heads: list[int], width: int) -> HeadFold:
     if layer.traits.latent_bias:  # the joint signal went without the keys' means
         windows = windows.clone()
         windows[:, -1] += layer.key[heads, :rotated].flatten(0, 1) @ layer.mean
-    latent = torch.cat((windows, extra))
+    latent = torch.cat((windows, extra)) if len(extra) else windows
     pools = len(layer.value_moment_roots)
     fitted = []
     for pool, sharing in groupby(heads, lambda head: pool_of(head, layer.heads, pools)):
-        target = layer.value[list(sharing)].flatten(0, 1)
+        target = _of(layer.value, list(sharing)).flatten(0, 1)
         fitted.append(regress(target, latent, layer.value_moment_roots[pool], noise, affine))
     maps, constants = (torch.cat(parts) for parts in zip(*fitted, strict=True))
     return HeadFold(windows, extra, maps, constants, kept.energy, kept.all_energy)
@@ -133,15 +133,19 @@ def _kept(problem: LayerProblem, heads: list[int], width: int) -> _Kept:
     """The joint signal of ``heads`` on its top ``width`` directions, no longer weighted."""
     layer, n = problem.weighted, len(heads)
     if width >= min(2 * n * layer.head_dim, layer.rank(problem.span)):
-        keys, values = layer.varying(problem.span)
-        _, factor = layer.joint(heads, problem.balance, problem.span)
-        return _Kept(keys[heads], values[heads], factor, 1.0, 1.0)
+        keys, values = layer.varying(problem.span)  # nothing is lost, hence nothing to weigh against anything
+        return _Kept(_of(keys, heads), _of(values, heads), 1.0, 1.0, 1.0)
     rows, factor = layer.joint(heads, problem.balance, problem.span)
     energies, directions = layer.spectrum(rows)
     top = directions[:, :width]
     projected = (top @ (top.T @ rows)).unflatten(0, (2, n, -1))
     keys, values = layer.key_unroot[heads] @ projected[0], layer.value_unroot[heads] @ projected[1] / factor
     return _Kept(keys, values, factor, float(energies[:width].sum()), float(energies.sum()))
+
+
+def _of(every: torch.Tensor, heads: list[int]) -> torch.Tensor:
+    """The entries of some heads, without a copy where that is all of them; of a large model each copy counts."""
+    return every if heads == list(range(len(every))) else every[heads]
 
 
 def _per_head(matrices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from ..analysis.loading import DTYPES, Location, one_line_errors, require_unfold
 from ..model import KvfoldError, family_of
 from ..model.errors import one_line
 
+LARGE = 1 << 26  # bytes
 STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -155,6 +157,8 @@ class LazySource:
                 for name, parameter in module._parameters.items():
                     if parameter is not None and not parameter.is_meta:
                         module._parameters[name] = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+            if sum(each.bytes for each in wanted) > LARGE:
+                gc.collect()  # what read them refers to itself, and heaps grow while it waits
 
     def _layer_prefix(self, layer: int) -> str:
         return f"{self.model.base_model_prefix}.{self.family.layers}.{layer}."

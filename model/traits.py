@@ -59,14 +59,14 @@ class AttentionTraits:
         return self.value_bias and (span == "all" or not self.sinks)
 
 
-def separate(attention: Any, config: Any, layer: int, **changes: Any) -> AttentionTraits:
+def separate(attention: Any, config: Any, layer: int, output: str = "o_proj", **changes: Any) -> AttentionTraits:
     """Traits of an attention module of the common layout: four linear layers, grouped heads, RoPE over the whole head.
 
     Args:
-        attention: the module; its projections are called q_proj, k_proj, v_proj and o_proj. config: the model's.
-        layer: its number. changes: traits that are different.
+        attention: the module; its projections are called q_proj, k_proj, v_proj and as ``output`` says.
+        config: the model's. layer: its number. changes: traits that are different.
     """
-    q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+    q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, getattr(attention, output)
     common = {
         "width": q.in_features,
         "query_heads": q.out_features // attention.head_dim,

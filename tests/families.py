@@ -27,6 +27,14 @@ def _make(
 
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": _make("Llama", attention_bias=True, mlp_bias=True),
+    "arcee": _make("Arcee", attention_bias=True),
+    "gemma": _make("Gemma", head_dim=10),
+    "granitemoe": _make("GraniteMoe", attention_multiplier=0.2, num_local_experts=4, num_experts_per_tok=2),
+    "ministral": _make("Ministral", sliding_window=12, layer_types=WINDOWS),
+    "olmo": _make("Olmo", without={"head_dim"}, attention_bias=True),
+    "olmo3": _make("Olmo3", without={"head_dim"}, sliding_window=12, layer_types=WINDOWS),
+    "phi": _make("Phi", without={"head_dim"}, qk_layernorm=True),
+    "seed_oss": _make("SeedOss", attention_bias=True, attention_out_bias=True),
     "mistral": _make("Mistral", sliding_window=12),
     "mixtral": _make("Mixtral", sliding_window=12, **MOE),
     "qwen2": _make("Qwen2", without={"head_dim"}, use_sliding_window=True, sliding_window=12, max_window_layers=1),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
 from kvfold.cli import main
 
@@ -123,17 +123,12 @@ def test_damaged_config(fails: Any, copy_of: Path) -> None:
 
 
 def test_unknown_family(fails: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    config = BertConfig(
-        vocab_size=320,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        is_decoder=True,
+    BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(
+        tmp_path / "bloom"
     )
-    BertModel(config).save_pretrained(tmp_path / "bert")
-    tokenizer.save_pretrained(tmp_path / "bert")
-    fails(tmp_path / "bert", says="llama, mistral")
+    tokenizer.save_pretrained(tmp_path / "bloom")
+    fails(tmp_path / "bloom", says="'bloom' is not supported; supported: ")
+    fails(tmp_path / "bloom", says="CONTRIBUTING")
 
 
 def test_code_of_a_checkpoint_is_not_run(fails: Any, copy_of: Path) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import FAMILIES
-from helpers import relative
+from helpers import SIZES, relative
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ from kvfold.convert.conversion import convert
 from kvfold.convert.export import ExportOptions, export
 from kvfold.convert.native import native_model
 from kvfold.convert.options import ConvertOptions
-from kvfold.model import families
+from kvfold.model import KvfoldError, families
 
 NAMES = sorted(FAMILIES)
 COLUMNS = ("exact", "folded", "cached", "exported")
@@ -182,6 +183,7 @@ def test_every_family_loads_without_kvfold(converted: Any, ids: torch.Tensor, tm
 import sys
 sys.modules["kvfold"] = None
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 for name, path in {paths!r}.items():
     model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
@@ -267,3 +269,29 @@ def test_readme_tells_the_figures(request: pytest.FixtureRequest) -> None:
     for name, *figures in rows:
         for column, figure in zip(COLUMNS, figures, strict=True):  # another processor rounds otherwise
             assert FIGURES[name][column] <= max(10 * float(figure), 1e-6), (name, column)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("gpt2", {"add_cross_attention": True}, "it attends to an encoder"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "it sees tokens both ways"),
+        ("olmo", {"clip_qkv": 3.0}, "it clips queries, keys and values"),
+    ],
+)
+def test_members_of_a_family_that_cannot_be_folded(
+    tmp_path: Path, name: str, changes: dict[str, Any], says: str
+) -> None:
+    FAMILIES[name](**changes).save_pretrained(tmp_path / name)
+    with pytest.raises(KvfoldError, match=says):
+        convert(str(tmp_path / name), str(tmp_path / "out"), ConvertOptions(method="svd"))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["Helium", "HunYuanDenseV1", "Exaone4"])
+def test_families_with_almost_the_common_layout_are_refused(tmp_path: Path, name: str) -> None:
+    """Neighbouring rotary pairs, norms after the rotation: silently taken for Llama they would come out broken."""
+    config = getattr(transformers, f"{name}Config")(**SIZES)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / name)
+    with pytest.raises(KvfoldError, match=r"is not supported; supported: arcee, .*CONTRIBUTING"):
+        convert(str(tmp_path / name), str(tmp_path / "out"), ConvertOptions(method="svd"))
