@@ -253,7 +253,7 @@ def _check_config(folder: Path, gguf: str | None, encoders: bool) -> None:
     if is_encoder(str(entries.get("model_type"))):
         if not encoders:
             raise KvfoldError(
-                f"{entries['model_type']} is an encoder, which has no KV cache: kvfold analyze alone takes it"
+                f"{entries['model_type']} is an encoder, which has no KV cache to fold: only analyze takes it"
             )
     else:
         require_known(str(entries.get("model_type")))

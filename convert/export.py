@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
 
 from ..analysis.hub import DEFAULT_ACCESS, Access, quiet
 from ..analysis.loading import Checkpoint, load
@@ -93,9 +95,16 @@ def _merged(path: str, target: Path, options: ExportOptions) -> tuple[Checkpoint
     require_free(target, options.overwrite, Path(base).expanduser())
     checkpoint = load(base, options.dtype, options.device, options.access)
     try:
-        adapted = PeftModel.from_pretrained(checkpoint.model, str(folder)).eval()
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        with quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft's, about tensors that it does not know; they are refused below
+            adapted = PeftModel.from_pretrained(checkpoint.model, str(folder)).eval()
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         raise KvfoldError(f"adapter {path} does not fit the model {base}: {one_line(error)}") from error
+    strangers = _tensor_names(folder) ^ set(get_peft_model_state_dict(adapted))
+    if strangers:
+        raise KvfoldError(
+            f"adapter {path} does not fit the model {base}: {len(strangers)} tensors, first {min(strangers)}"
+        )
     expected = _logits(adapted)
     merged: Any = adapted.merge_and_unload(safe_merge=True)
     return checkpoint, merged, expected
@@ -105,6 +114,11 @@ FORMATS: dict[str, Callable[[str, Path, ExportOptions], tuple[Checkpoint, Any, t
     "native": _native,
     "merged": _merged,
 }
+
+
+def _tensor_names(adapter: Path) -> set[str]:
+    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
+        return set(file.keys())
 
 
 @torch.inference_mode()
