@@ -30,6 +30,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tekken.json",
+    "*.model",
     "chat_template*",
     "additional_chat_templates/*",
 )

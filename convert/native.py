@@ -11,7 +11,6 @@ import torch
 
 from ..model import AttentionWeights, Family, FoldedAttention, KvfoldError, family_of
 from ..model.rotary import key_columns
-from .building import assemble_model, attention_prefix, without_attention
 
 TOLERANCE = 1e-4  # relative; what a part of a layer may lose by being said in the source's terms
 
@@ -29,16 +28,33 @@ def native_model(folded: Any) -> Any:
     config = _source_config(family, folded.config, heads.pop())
     with torch.device("meta"):
         plain: Any = family.source_model(config)
-    state = without_attention(family, folded)
+    state = folded.state_dict()
     for index, (attention, target) in enumerate(zip(attentions, family.attentions(plain), strict=True)):
+        prefix = f"{folded.base_model_prefix}.{family.layers}.{index}.{family.attention}."
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}
         traits = family.traits(target, config, index)
         try:
             written = family.projections.write(_weights(attention, traits.output_bias), traits)
         except KvfoldError as error:
             raise KvfoldError(f"layer {index}: {error}") from error
-        prefix = attention_prefix(family, folded, index)
         state |= {prefix + name: tensor.to(folded.dtype).contiguous() for name, tensor in written.items()}
-    return assemble_model(family, family.source_model, config, state, folded)
+    plain.load_state_dict(state, strict=True, assign=True)
+    _take_buffers(family, plain, folded)
+    plain.tie_weights()
+    plain.generation_config = folded.generation_config
+    return plain.eval()
+
+
+def _take_buffers(family: Family, plain: Any, folded: Any) -> None:
+    """Rotary tables and other buffers are in no state dict, and a model made on the meta device has none."""
+    if family.rotary is not None:
+        parent, _, name = family.rotary.rpartition(".")
+        setattr(plain.base_model.get_submodule(parent), name, family.rotary_module(folded).rotary)
+    buffers = dict(folded.named_buffers())
+    for name, buffer in list(plain.named_buffers()):
+        if buffer.is_meta:
+            parent, _, last = name.rpartition(".")
+            setattr(plain.get_submodule(parent), last, buffers[name])
 
 
 def _source_config(family: Family, config: Any, heads: int) -> Any:
