@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from ..model import KvfoldError, family_of, is_folded, require_known
 from ..model.errors import one_line
-from .encoders import is_encoder
+from .encoders import ENCODERS, is_encoder
 from .hub import DEFAULT_ACCESS, SMALL_FILES, Access, fetch, is_hub_id, on_hub, quiet
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HEADS_MAY_DIFFER = ("missing_keys", "unexpected_keys")
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"  # transformers' names; sharded: with an index beside
 
 
@@ -99,7 +101,8 @@ def load(
         )
     model, info = loaded
     if encoder:  # checkpoints of encoders come with one head or another, which is not asked for
-        info = {**info, "missing_keys": [key for key in info["missing_keys"] if "layer" in key], "unexpected_keys": []}
+        layers = ENCODERS[model.config.model_type][0].partition("{}")[0]
+        info = dict(info) | {part: [key for key in info[part] if layers in key] for part in HEADS_MAY_DIFFER}
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise KvfoldError(f"{path}: {len(missing)} tensors are missing from the weights, first {missing[0]}")
@@ -306,7 +309,7 @@ def load_tokenizer(location: Location) -> Any:
     try:
         with quiet(), _no_bar(location.gguf):
             return AutoTokenizer.from_pretrained(str(location.folder), trust_remote_code=False, **where)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -341,6 +344,7 @@ def one_line_errors(path: str) -> Iterator[None]:
         AttributeError,
         ArithmeticError,
         ImportError,
+        StrictDataclassError,
     ) as error:
         reason = f"{type(error).__name__} {one_line(error)}" if isinstance(error, LookupError) else one_line(error)
         raise KvfoldError(f"{path} cannot be loaded: {reason}") from error

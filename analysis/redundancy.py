@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from scipy.linalg import orthogonal_procrustes, subspace_angles
 
-from ..model import family_of
+from ..model import KvfoldError, family_of
 from .encoders import keys_and_values
 from .energy import WeightedLayer, weigh
 from .moments import LayerMoments
@@ -79,6 +79,8 @@ def analyze(model: Any, moments: list[LayerMoments] | None = None, track: Track 
 def analyze_encoder(model: Any, track: Track = silent) -> list[LayerRedundancy]:
     """Measure every layer of an encoder (see ``encoders``) by its weights."""
     layers, heads = keys_and_values(model), model.config.num_attention_heads
+    if not layers:
+        raise KvfoldError("the model has no layers")
     results = []
     with track("comparing keys and values", len(layers)) as advance:
         for index, (key, value) in enumerate(layers):

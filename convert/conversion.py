@@ -67,7 +67,9 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
         # What was done is worth keeping unless it was asked for in vain.
         if not work.begun() or (isinstance(error, KvfoldError) and not isinstance(error, DiskError)):
             work.discard()
-        elif isinstance(error, DiskError):
+            raise
+        work.close()
+        if isinstance(error, DiskError):
             raise DiskError(f"{error}; what is done so far is kept, and --resume goes on from it") from error
         raise
     work.discard()

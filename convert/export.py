@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ def export(path: str, out: str, options: ExportOptions, track: Track = silent) -
     with track("exporting", 1) as advance:
         checkpoint, model, expected = FORMATS[options.format](path, target, options)
         difference = _difference(expected, _logits(model))
+        if not math.isfinite(difference):
+            raise KvfoldError(f"{path} gives logits that are not finite: it is damaged, or too large for its dtype")
         needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         with whole_folder(target, needed) as partial, quiet():
             model.save_pretrained(partial, max_shard_size=options.max_shard_size)
@@ -106,6 +109,8 @@ def _merged(path: str, target: Path, options: ExportOptions) -> tuple[Checkpoint
             f"adapter {path} does not fit the model {base}: {len(strangers)} tensors, first {min(strangers)}"
         )
     expected = _logits(adapted)
+    if not hasattr(adapted.base_model, "merge_and_unload"):
+        raise KvfoldError(f"adapter {path} is of a kind that cannot be merged into a model")
     merged: Any = adapted.merge_and_unload(safe_merge=True)
     return checkpoint, merged, expected
 
@@ -129,4 +134,4 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))

@@ -88,7 +88,7 @@ class Folding:
             if len(held_out):
                 source = Stream(self.family, model, held_out, 1, states.of("source")).enter()
                 ways = [source.fork(states.of(f"way-{way}")) for way in range(len(self.balances))]
-        done = states.restore()
+        done = self.work.restore(states)
         with self.track("calibrating and folding", self.source.layers) as advance:
             advance(done)
             for index in range(done, self.source.layers):

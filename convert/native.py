@@ -12,7 +12,7 @@ import torch
 from ..model import AttentionWeights, Family, FoldedAttention, KvfoldError, family_of
 from ..model.rotary import key_columns
 
-TOLERANCE = 1e-4  # relative; what a part of a layer may lose by being said in the source's terms
+TOLERANCE = 1e-4  # relative; what a part of a layer may lose in the source's terms, beside its dtype's rounding
 
 
 def native_model(folded: Any) -> Any:
@@ -74,6 +74,7 @@ def _source_config(family: Family, config: Any, heads: int) -> Any:
 def _weights(attention: FoldedAttention, output_bias: bool) -> AttentionWeights:
     """The plain projections of a folded layer, in float64. Raises KvfoldError where there are none."""
     traits, layout = attention.traits, attention.layout
+    tolerance = max(TOLERANCE, torch.finfo(attention.o_proj.weight.dtype).eps)
     all_pairs = traits.rotary_dim // 2
     if any(len(kept) < all_pairs for kept in layout.pairs(all_pairs)):
         raise KvfoldError("some rotary pairs are not rotated, and the source's architecture rotates all of them")
@@ -96,9 +97,9 @@ def _weights(attention: FoldedAttention, output_bias: bool) -> AttentionWeights:
     else:
         columns = torch.arange(layout.latent_width, dtype=torch.float64).expand(1, 1, -1)
         own = attention.values(columns)[0, :, 0].long()  # [heads, value_width]: which columns a head's values are
-        values, output = _narrowed(ones[own], output, traits.head_dim)
+        values, output = _narrowed(ones[own], output, traits.head_dim, tolerance)
     if bias is not None and not output_bias:
-        values[:, -1] += _through(output, bias, layout.value_heads, traits.head_dim)
+        values[:, -1] += _through(output, bias, layout.value_heads, traits.head_dim, tolerance)
         bias = None
     extras = {
         name: tensor
@@ -122,7 +123,9 @@ def _double(tensor: Any) -> Any:
     return None if tensor is None else tensor.detach().double().cpu()
 
 
-def _narrowed(values: torch.Tensor, output: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _narrowed(
+    values: torch.Tensor, output: torch.Tensor, head_dim: int, tolerance: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Values of ``head_dim`` numbers and an output projection that do what wider values do.
 
     Args:
@@ -138,7 +141,7 @@ def _narrowed(values: torch.Tensor, output: torch.Tensor, head_dim: int) -> tupl
     by_head = blocks.permute(1, 3, 0, 2).flatten(2)  # [KV, w, D·group]
     left, sizes, right = torch.linalg.svd(by_head, full_matrices=False)
     lost = sizes[:, head_dim:].square().sum() / sizes.square().sum()
-    if lost.sqrt() > TOLERANCE:
+    if lost.sqrt() > tolerance:
         raise KvfoldError(f"its values have {wide} numbers a head, and the source's architecture has {head_dim}")
     left, right = left[:, :, :head_dim], sizes[:, :head_dim, None] * right[:, :head_dim]
     narrow = (left.transpose(1, 2) @ values).flatten(0, 1)
@@ -146,13 +149,13 @@ def _narrowed(values: torch.Tensor, output: torch.Tensor, head_dim: int) -> tupl
     return narrow, blocks.reshape(len(output), -1)
 
 
-def _through(output: torch.Tensor, bias: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+def _through(output: torch.Tensor, bias: torch.Tensor, heads: int, head_dim: int, tolerance: float) -> torch.Tensor:
     """The constant of the values, ``[KV·d]``, that the output projection ``[D, H·d]`` turns into ``bias`` ``[D]``.
 
     Raises KvfoldError where there is none.
     """
     summed = output.view(len(output), heads, -1, head_dim).sum(2).flatten(1)  # [D, KV·d]
     constant = torch.linalg.lstsq(summed, bias[:, None], driver="gelsd").solution[:, 0]
-    if (summed @ constant - bias).norm() > TOLERANCE * bias.norm():
+    if (summed @ constant - bias).norm() > tolerance * bias.norm():
         raise KvfoldError("its output has a bias, for which the source's architecture has no place")
     return constant

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..model import FoldedLayout, KvfoldError
@@ -30,10 +32,19 @@ class Work:
 
     def __init__(self, out: Path, settings: dict[str, Any], resume: bool) -> None:
         self.folder = out.parent / f".{out.name}.unfinished"
+        self._out = out
         told = self.folder / "settings.json"
         settings = json.loads(json.dumps(settings))
+        with disk_errors(out):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(self.folder / "lock", timeout=0)
+            try:
+                self._lock.acquire()
+            except Timeout as error:
+                raise KvfoldError(f"another conversion to {out} is under way") from error
         if resume and told.is_file():
-            earlier = json.loads(told.read_text(encoding="utf-8"))
+            with self._whole():
+                earlier = json.loads(told.read_text(encoding="utf-8"))
             changed = [
                 f"{name} {earlier.get(name)!r} → {settings.get(name)!r}"
                 for name in sorted({*earlier, *settings})
@@ -45,16 +56,41 @@ class Work:
                     "those, or leave out --resume to begin anew"
                 )
             return
-        self.discard()
         with disk_errors(out):
-            self.folder.mkdir(parents=True)
+            self._empty()
             begun = told.with_suffix(".begun")
             begun.write_text(json.dumps(settings, indent=1), encoding="utf-8")
             begun.rename(told)
 
     def discard(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the folder, and what killed conversions to the same place have left half-written."""
+        self._lock.release()
+        for left in (self.folder, *self.folder.parent.glob(f".{self._out.name}.partial-*")):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def close(self) -> None:
+        """Leave the folder for a later conversion to go on from."""
+        self._lock.release()
+
+    def restore(self, states: HiddenStates) -> int:
+        """Take up the hidden states that were kept last; returns how many layers were done."""
+        with self._whole():
+            return states.restore()
+
+    def _empty(self) -> None:
+        for path in self.folder.iterdir():
+            if path.name != "lock":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Raises KvfoldError where what is read is damaged."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise KvfoldError(
+                f"what is left of the conversion to {self._out} is damaged: leave out --resume to begin anew"
+            ) from error
 
     def begun(self) -> bool:
         """Whether there is anything worth going on from."""
@@ -81,7 +117,7 @@ class Work:
 
     def described(self, index: int, way: int) -> tuple[FoldedLayout, float | None]:
         """Layout and kept energy of a layer."""
-        with safe_open(self.layer(index), framework="pt") as file:
+        with self._whole(), safe_open(self.layer(index), framework="pt") as file:
             told = json.loads(file.metadata()["folds"])[way]
         return FoldedLayout.from_dict(told["layout"]), told["kept_energy"]
 

@@ -135,6 +135,7 @@ class HeadRotation(nn.Module):
             turned = rotate(front, cos[..., columns].unsqueeze(1), sin[..., columns].unsqueeze(1))
         else:
             turned = self._rotate_each(front, cos, sin)
+        turned = turned.to(x.dtype)  # some families (OLMo) have their tables in float32 whatever the model's dtype
         return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 
     def _rotate_each(self, front: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.analysis.perplexity import evaluate
 from kvfold.cli import main
+from kvfold.convert.conversion import convert
 from kvfold.convert.export import ExportOptions, export
 from kvfold.convert.native import native_model
+from kvfold.convert.options import ConvertOptions
 from kvfold.model import FoldedLayout, KvfoldError
 
 TARGETS = ["q_proj", "latent_proj", "value_map", "o_proj"]
@@ -78,6 +80,13 @@ def test_what_the_source_s_class_cannot_say(tmp_path: Path, layouts: list[Folded
     with pytest.raises(KvfoldError, match=says):
         export(str(tmp_path / "folded"), str(tmp_path / "out"), ExportOptions())
     assert not (tmp_path / "out").exists()
+
+
+def test_wide_values_rounded_to_bfloat16_are_said(source: Path, tmp_path: Path) -> None:
+    options = ConvertOptions(method="svd", span="head", cache_fraction=0.625, dtype="bfloat16")
+    convert(str(source), str(tmp_path / "folded"), options)
+    result = export(str(tmp_path / "folded"), str(tmp_path / "out"), ExportOptions())
+    assert result.difference < 0.05
 
 
 def test_what_is_not_folded_needs_no_export(source: Path, tmp_path: Path) -> None:

@@ -110,6 +110,48 @@ def test_a_full_disk_keeps_what_is_done(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_one_conversion_at_a_time(
+    source: Path, tmp_path: Path, options: ConvertOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, refused = Work.save_layer, []
+
+    def begin_another(self: Work, index: int, folds: Any) -> None:
+        for resume in (False, True):
+            with pytest.raises(KvfoldError, match=r"another conversion to .* is under way"):
+                convert(str(source), str(tmp_path / "out"), replace(options, resume=resume))
+            refused.append(index)
+        save(self, index, folds)
+
+    monkeypatch.setattr(Work, "save_layer", begin_another)
+    convert(str(source), str(tmp_path / "out"), options)
+    assert len(refused) == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("damaged", ["settings.json", "layer-00001.safetensors", "state-00002.safetensors"])
+def test_damaged_remains_are_said_and_left_behind(
+    source: Path, tmp_path: Path, options: ConvertOptions, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    save = Work.save_layer
+
+    def interrupt(self: Work, index: int, folds: Any) -> None:
+        save(self, index, folds)
+        if index == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Work, "save_layer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(str(source), str(tmp_path / "out"), options)
+    monkeypatch.undo()
+    path = tmp_path / ".out.unfinished" / damaged
+    path.write_bytes(path.read_bytes()[:7])
+    (tmp_path / ".out.partial-killed").mkdir()
+    with pytest.raises(KvfoldError, match="is damaged: leave out --resume to begin anew"):
+        convert(str(source), str(tmp_path / "out"), replace(options, resume=True))
+    convert(str(source), str(tmp_path / "out"), options)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "mixtral", "gpt2", "gpt_oss", "opt"])
 @torch.no_grad()
 def test_statistics_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:

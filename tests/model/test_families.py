@@ -158,6 +158,19 @@ def test_export_is_the_source_s_class(converted: Any, name: str, ids: torch.Tens
 
 
 @pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_half_precision(converted: Any, name: str, ids: torch.Tensor) -> None:
+    """Loaded in bfloat16 it runs with and without a cache, and is what float32 is but for rounding."""
+    _, folded, path = converted(name, "svd", 1.0, "all")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    whole, exact = model(ids).logits, folded(ids).logits
+    assert whole.dtype == torch.bfloat16
+    # In all, not at most: where a mixture of experts rounds to another expert, that token's logits are others.
+    assert float((whole.float() - exact).norm() / exact.norm()) < 0.1
+    assert model.generate(ids, do_sample=False, max_new_tokens=5).shape == (2, 25)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_lora_trains_and_merges(converted: Any, name: str, ids: torch.Tensor) -> None:
     model = copy.deepcopy(converted(name, "calibrated")[1])
     before = model(ids).logits.detach()
