@@ -8,11 +8,10 @@ analysis and the closed-form conversion share this module. See "How the fold wor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ..model import AttentionParts, AttentionTraits, Family
+from ..model import AttentionParts, AttentionTraits
 from .moments import LayerMoments
 
 DEFAULT_BALANCE = 0.1
@@ -160,14 +159,6 @@ def weigh(parts: AttentionParts, moments: LayerMoments | None) -> WeightedLayer:
         value_moment_roots=value_moment_roots,
         traits=traits,
     )
-
-
-def weigh_model(family: Family, model: Any, moments: list[LayerMoments] | None) -> list[WeightedLayer]:
-    """``weigh`` every layer of a model."""
-    return [
-        weigh(family.parts_of(model, layer), moments[layer] if moments else None)
-        for layer in range(len(family.attentions(model)))
-    ]
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ def load(
     Raises:
         KvfoldError: for anything about the checkpoint that is wrong.
     """
-    torch_dtype: Any = "auto" if dtype == "auto" else _dtype(dtype)
+    torch_dtype: Any = "auto" if dtype == "auto" else named_dtype(dtype)
     location = locate(path, access, encoders)
     encoder = not location.gguf and is_encoder(_model_type(location.folder))
     how: dict[str, Any]
@@ -192,7 +192,8 @@ def _recipe_in_short(folder: Path) -> str:
         return ""
 
 
-def _dtype(name: str) -> torch.dtype:
+def named_dtype(name: str) -> torch.dtype:
+    """The dtype of this name. Raises KvfoldError for an unknown one."""
     if name not in DTYPES:
         raise KvfoldError(f"dtype {name!r} is unknown: use auto, {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -23,7 +23,7 @@ from .methods import method
 from .options import ConvertOptions, check_options
 from .recipe import Recipe, describe_source
 from .shards import Tensor, shard_bytes, write_shards
-from .source import LazySource, Stored, cast, finite
+from .source import LazySource, Stored, finite
 from .work import Work
 from .writing import DiskError, copy_beside, disk_errors, require_free, require_room, whole_folder
 
@@ -147,12 +147,12 @@ def _tensors(source: LazySource, folding: Folding, options: ConvertOptions) -> l
         ]
     for stored in source.outside_attention():
         target = stored.dtype if options.dtype == "auto" or not stored.dtype.is_floating_point else folding.dtype
-        tensors.append(Tensor(stored.name, stored.shape, target, partial(_read, stored, options.dtype)))
+        tensors.append(Tensor(stored.name, stored.shape, target, partial(_read, stored, target)))
     return tensors
 
 
-def _read(stored: Stored, dtype: str) -> torch.Tensor:
-    return cast(finite(stored, stored.read()), dtype)
+def _read(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+    return finite(stored, stored.read()).to(dtype)
 
 
 def folded_config(family: Family, config: Any, layouts: list[FoldedLayout]) -> Any:

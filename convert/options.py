@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..analysis.hub import DEFAULT_ACCESS, Access
-from ..analysis.loading import DTYPES
+from ..analysis.loading import DTYPES, named_dtype
 from ..model import AttentionTraits, KvfoldError
 from ..model.layout import SPANS
 from .problem import Method
@@ -65,8 +65,8 @@ def check_options(chosen: Method, options: ConvertOptions) -> None:
         raise KvfoldError(f"cache fraction {options.cache_fraction} is out of range: 0.5 to 1")
     if options.balance is not None and not (math.isfinite(options.balance) and options.balance > 0):
         raise KvfoldError(f"balance {options.balance} is out of range: it is a positive number")
-    if options.dtype not in ("auto", *DTYPES):
-        raise KvfoldError(f"dtype {options.dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
+    if options.dtype != "auto":
+        named_dtype(options.dtype)
     if options.cache_dtype not in ("auto", *DTYPES):
         raise KvfoldError(f"cache dtype {options.cache_dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
     require_shard_size(options.max_shard_size)

@@ -26,15 +26,12 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ..analysis.hub import quiet
-from ..analysis.loading import DTYPES, Location, one_line_errors, require_unfolded
+from ..analysis.loading import Location, one_line_errors, require_unfolded
 from ..model import KvfoldError, family_of
 from ..model.errors import one_line
+from .shards import DTYPES
 
 LARGE = 1 << 26  # bytes
-STORED_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,7 @@ class LazySource:
                 for name in file.keys():  # noqa: SIM118 (no mapping)
                     target, _ = rename_source_key(name, renamings, converters, self.model.base_model_prefix, own)
                     part = file.get_slice(name)
-                    dtype = STORED_DTYPES.get(part.get_dtype())
+                    dtype = DTYPES.get(part.get_dtype())
                     if dtype is None:
                         raise KvfoldError(f"weight {name} is stored as {part.get_dtype()}, which is not supported")
                     found.append(Stored(name, target, path, tuple(part.get_shape()), dtype))
@@ -221,8 +218,3 @@ def finite(stored: Stored, tensor: torch.Tensor) -> torch.Tensor:
     if suspect and not torch.isfinite(tensor).all():
         raise KvfoldError(f"weight {stored.name} has NaN or infinite entries")
     return tensor
-
-
-def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The tensor as it is to be written: ``auto`` as it is stored, else floating-point numbers in ``dtype``."""
-    return tensor if dtype == "auto" or not tensor.is_floating_point() else tensor.to(DTYPES[dtype])

@@ -94,13 +94,19 @@ class Family:
         attention = self.attentions(model)[layer]
         traits = self.traits(attention, model.config, layer)
         weights = self.projections.read(attention, traits)
-        norms = [
-            _norm_in_common_form(getattr(attention, theirs), ours, weights) if present else None
-            for ours, theirs, present in zip(
-                OUR_NORMS, self.projections.norms, (traits.query_norm, traits.key_norm), strict=True
-            )
-        ]
-        return AttentionParts(traits, weights, norms[0], norms[1], self._frequencies(model, traits, layer))
+        query_norm, key_norm = (
+            norm and _norm_in_common_form(norm, ours, weights)
+            for ours, norm in zip(OUR_NORMS, self.norms(attention, traits), strict=True)
+        )
+        return AttentionParts(traits, weights, query_norm, key_norm, self._frequencies(model, traits, layer))
+
+    def norms(self, attention: Any, traits: AttentionTraits) -> tuple[nn.Module | None, nn.Module | None]:
+        """The modules of a source's attention layer that norm its queries and its keys."""
+        query, key = self.projections.norms
+        return (
+            getattr(attention, query) if traits.query_norm else None,
+            getattr(attention, key) if traits.key_norm else None,
+        )
 
     def _frequencies(self, model: Any, traits: AttentionTraits, layer: int) -> torch.Tensor | None:
         if traits.rotary_dim == 0:
@@ -261,18 +267,14 @@ class FoldedBaseMixin:
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         family = family_of(config)
-        projections: Any = family.projections
         keepers: dict[int | None, int] = {}  # sliding window → first layer that has it and rotates
         layers = self.get_submodule(family.layers).children()  # type: ignore[attr-defined]
         for index, (layer, layout) in enumerate(zip(layers, config.layouts(), strict=True)):
             attention = getattr(layer, family.attention)
             traits = family.traits(attention, config, index)
             keeper = keepers.setdefault(traits.sliding_window, index) if traits.rotary_dim else index
-            norms = (
-                getattr(attention, projections.norms[0]) if traits.query_norm else None,
-                getattr(attention, projections.norms[1]) if traits.key_norm else None,
-            )
-            setattr(layer, family.attention, FoldedAttention(traits, layout, index, keeper, config, norms))
+            folded = FoldedAttention(traits, layout, index, keeper, config, family.norms(attention, traits))
+            setattr(layer, family.attention, folded)
         if family.rotary is not None:
             parent, _, name = family.rotary.rpartition(".")
             module = self.get_submodule(parent)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ import torch
 from helpers import llama, with_layouts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.analysis.energy import weigh_model
+from kvfold.analysis.energy import weigh
 from kvfold.analysis.moments import collect_moments
 from kvfold.analysis.perplexity import cache_bytes_per_token, evaluate
 from kvfold.analysis.redundancy import analyze
@@ -61,7 +61,9 @@ def test_moments_by_their_definition(ids: torch.Tensor) -> None:
 @torch.no_grad()
 def test_kept_energy_is_the_best_possible_and_reaches_one(ids: torch.Tensor) -> None:
     model = llama()
-    weighted = weigh_model(family_of(model.config), model, collect_moments(model, ids))
+    family = family_of(model.config)
+    moments = collect_moments(model, ids)
+    weighted = [weigh(family.parts_of(model, layer), moments[layer]) for layer in range(len(moments))]
     for layer in weighted:
         widths = [16, 20, 24, 28, 32]
         every, alone = layer.kept_shares(widths, "all"), layer.kept_shares(widths, "head")
