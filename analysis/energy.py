@@ -7,12 +7,13 @@ analysis and the closed-form conversion share this module. See "How the fold wor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..model import AttentionParts, AttentionTraits
 from .moments import LayerMoments
+from .rotation import QueryMoments
 
 DEFAULT_BALANCE = 0.1
 KEY_BLEND = 0.05  # share of plain moments in the key moments, so that no direction of the input counts for nothing
@@ -30,7 +31,7 @@ class WeightedLayer:
 
     Attributes:
         key, value: maps ``[KV, d, D + 1]``; the last column is the bias.
-        key_root, key_unroot: square root of M_k and its inverse, ``[KV, d, d]``.
+        queries: what M_k is made of. key_root, key_unroot: square root of M_k and its inverse, ``[KV, d, d]``.
         value_root, value_unroot: the same of M_v.
         moment_root: lower Cholesky factor of the second moment of x̃ in which the joint signal is measured,
             ``[D + 1, D + 1]``; None: white inputs. Everything works on factors: squaring would lose half of the digits.
@@ -40,6 +41,7 @@ class WeightedLayer:
 
     key: torch.Tensor
     value: torch.Tensor
+    queries: QueryMoments
     key_root: torch.Tensor
     key_unroot: torch.Tensor
     value_root: torch.Tensor
@@ -64,14 +66,30 @@ class WeightedLayer:
         mean = self.moment_root @ self.moment_root[-1]
         return mean / mean[-1]
 
-    def joint(self, heads: list[int], balance: float, span: str = "all") -> tuple[torch.Tensor, float]:
+    def rotating(self, kept: torch.Tensor) -> WeightedLayer:
+        """The same layer with only some frequency pairs rotated, ``kept`` bool ``[KV, P]``, the others turned for good.
+
+        Its keys are weighted by the queries as they then are.
+        """
+        root, unroot = _roots(self.queries.as_keys_meet_them(kept), QUERY_FLOOR)
+        return replace(self, key_root=root, key_unroot=unroot)
+
+    def pair_costs(self) -> torch.Tensor:
+        """Energy that the joint signal's keys lose for each frequency pair that is not rotated, ``[KV, P]``."""
+        return self.queries.pair_costs(signal(self.key, self.moment_root).square().sum(-1))
+
+    def joint(
+        self, heads: list[int], balance: float, span: str = "all", centred_keys: bool = True
+    ) -> tuple[torch.Tensor, float]:
         """J = [M_k^½ W_kᵀ; √(λ·scale) M_v^½ W_vᵀ] of some heads, ``[2·n·d, D + 1]``, and √(λ·scale).
 
         ``scale`` makes the energies of the layer's weighted keys and values equal, so that λ = ``balance`` says how
         much an error in the values counts against one in the keys. Where the latent has a bias, the means of the keys
-        cost no direction of it, nor do those of the values where these may have a constant: they are left out.
+        cost no direction of it, nor do those of the values where these may have a constant: they are left out
+        (those of the keys only if ``centred_keys``).
         """
         keys, values = self.varying(span)
+        keys = keys if centred_keys else self.key
         keys, values = self.key_root @ keys, self.value_root @ values
         key_size, value_size = (signal(part, self.moment_root).norm() for part in (keys, values))
         factor = float(balance**0.5 * key_size / value_size.clamp(min=1e-150))
@@ -141,16 +159,22 @@ def weigh(parts: AttentionParts, moments: LayerMoments | None) -> WeightedLayer:
         value_moment_roots = [
             _factor((1 - VALUE_BLEND) * moment + VALUE_BLEND * moments.inputs) for moment in moments.values
         ]
-    if parts.frequencies is not None:
-        query_moment = _at_distances(query_moment, parts.frequencies.double().cpu(), distances)
-    query_moment = gains[:, :, None] * query_moment * gains[:, None]
+    queries = QueryMoments(
+        query_moment,
+        gains,
+        distances,
+        None if parts.frequencies is None else parts.frequencies.double().cpu(),
+        parts.rotary_scale**2,
+        traits.query_norm or traits.key_norm,
+    )
     blocks = weights.o.detach().chunk(kv, dim=1)
     value_moment = torch.stack([_output_moment(block, d) for block in blocks]) / group
-    key_root, key_unroot = _roots(query_moment, QUERY_FLOOR)
+    key_root, key_unroot = _roots(queries.as_keys_meet_them(), QUERY_FLOOR)
     value_root, value_unroot = _roots(value_moment, 1e-12)
     return WeightedLayer(
         key=_with_bias(weights.k, weights.k_bias).view(kv, d, -1),
         value=_with_bias(weights.v, weights.v_bias).view(kv, d, -1),
+        queries=queries,
         key_root=key_root,
         key_unroot=key_unroot,
         value_root=value_root,
@@ -187,31 +211,6 @@ def _output_moment(block: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Σ_j W_o^j W_o^jᵀ ``[d, d]`` of the columns ``[D, group·d]`` of the output projection that read one KV head."""
     outputs = block.double().cpu().unflatten(1, (-1, head_dim))  # [D, group, d]
     return torch.einsum("igd,ige->de", outputs, outputs)
-
-
-def _at_distances(moment: torch.Tensor, frequencies: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
-    """E[(R_Δ q)(R_Δ q)ᵀ] of query moments ``[KV, d, d]`` over the distances Δ, weighted by ``distances`` ``[KV, T]``.
-
-    This is the moment of the queries as an unrotated key meets them: RoPE turns a score into q·R_Δᵀ k. R_Δ has cosines
-    on its diagonal and sines between the two members of a pair, so only their means and products over Δ are needed.
-    """
-    d = moment.shape[1]
-    angles = torch.arange(distances.shape[1], dtype=torch.float64)[:, None] * frequencies
-    idle = angles.new_zeros(len(angles), d - 2 * len(frequencies))  # dimensions that do not turn
-    cos = torch.cat((angles, angles, idle), dim=1).cos()  # [T, d]
-    sin = torch.cat((-angles, angles, idle), dim=1).sin()
-    partner = torch.tensor(
-        [*range(len(frequencies), 2 * len(frequencies)), *range(len(frequencies)), *range(2 * len(frequencies), d)]
-    )
-    # (R q)_i = cos_i q_i + sin_i q_partner(i)
-    turned = []
-    for head, weight in zip(moment, distances, strict=True):
-        weighted_cos, weighted_sin = weight[:, None] * cos, weight[:, None] * sin
-        mixed = (weighted_cos.T @ sin) * head[:, partner]
-        turned.append(
-            (weighted_cos.T @ cos) * head + mixed + mixed.T + (weighted_sin.T @ sin) * head[partner][:, partner]
-        )
-    return torch.stack(turned)
 
 
 def _roots(moment: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Tensor]:

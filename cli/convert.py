@@ -17,7 +17,7 @@ def convert(
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
     method: Annotated[str, typer.Option(help="mean, procrustes, svd or calibrated.")] = "calibrated",
     cache_fraction: Annotated[
-        float | None, typer.Option(help="F, 0.5 to 1: the folded cache against the source's. Default 0.5.")
+        float | None, typer.Option(help="F, up to 1: the folded cache against the source's. Default 0.5.")
     ] = None,
     latent_width: Annotated[
         int | None, typer.Option(help="R, instead of F: numbers cached per token and layer.")
@@ -26,6 +26,20 @@ def convert(
         str | None,
         typer.Option(help="all: values read the whole latent (default); head: their own head's part of it."),
     ] = None,
+    rotary_pairs: Annotated[
+        str,
+        typer.Option(
+            metavar="P|auto",
+            help="Frequency pairs a key head that stay rotated, on average; the rest is read unrotated. auto: as fits.",
+        ),
+    ] = "auto",
+    key_heads: Annotated[
+        int | None, typer.Option(help="N key windows shared by the KV heads. Default: each has its own.")
+    ] = None,
+    grouping: Annotated[str, typer.Option(help="How heads share a window: aligned or mean.")] = "aligned",
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Heads that share well share a window, instead of neighbours.")
+    ] = False,
     calibrate: Annotated[
         str, typer.Option(metavar="TEXT", help=f"{TEXT_HELP}, or self (the model writes it); of docs the first half.")
     ] = "docs",
@@ -67,6 +81,10 @@ def convert(
         cache_fraction=cache_fraction,
         latent_width=latent_width,
         span=span,
+        rotary_pairs=int(rotary_pairs) if rotary_pairs.lstrip("+-").isdecimal() else rotary_pairs,
+        key_heads=key_heads,
+        grouping=grouping,
+        cluster=cluster,
         calibrate=calibrate,
         calibrate_tokens=calibrate_tokens,
         calibrate_window=calibrate_window,

@@ -10,14 +10,15 @@ import torch
 from ..analysis.energy import WeightedLayer, signal
 from ..analysis.moments import pool_of
 from .problem import FoldedWeights, Latent, LayerProblem, assemble
+from .sharing import share
 
 
 @dataclass(frozen=True)
-class HeadFold:
-    """A latent for some heads: maps of x̃ to its windows and its further columns, and the values read out of it.
+class PartFold:
+    """A latent for some KV heads: maps of x̃ to its windows and its further columns, and the values read out of it.
 
-    Shapes (n heads that rotate r of d dimensions): windows ``[n·r, D + 1]``, extra ``[e, D + 1]``, values
-    ``[n·d, n·r + e]`` and their constant ``[n·d]``. All float64. ``kept`` of the joint ``energy`` is in it.
+    Shapes (n heads, w columns of windows): windows ``[w, D + 1]``, extra ``[e, D + 1]``, values ``[n·d, w + e]`` and
+    their constant ``[n·d]``. All float64. ``factors``: see ``sharing``, or None. ``kept`` of the joint ``energy`` is in it.
     """
 
     windows: torch.Tensor
@@ -26,43 +27,70 @@ class HeadFold:
     constant: torch.Tensor
     kept: float
     energy: float
+    factors: torch.Tensor | None = None
 
 
 def fold(problem: LayerProblem) -> FoldedWeights:
-    """Fold one layer; with R = 2·KV·d the latent is keys and values side by side, and nothing changes."""
-    layer, width, span = problem.weighted, problem.width, problem.span
-    groups, rotated = layer.head_groups(span), layer.traits.rotary_dim
-    side_by_side = width == 2 * problem.key_width
+    """Fold one layer; with R = 2·KV·d and full windows the latent is keys and values side by side: nothing changes."""
+    width, span, plan, traits = problem.width, problem.span, problem.windows, problem.traits
+    kept = plan.kept(traits)
+    layer = problem.weighted if kept.all() else problem.weighted.rotating(kept)
+    problem = replace(problem, weighted=layer)
+    together = [list(range(len(plan.groups)))] if span == "all" else [[window] for window in range(len(plan.groups))]
+    members = [sorted(head for window in part for head in plan.groups[window]) for part in together]
+    side_by_side = width == 2 * problem.key_width and bool(kept.all()) and not plan.shared
     folds = [
-        _side_by_side(layer, group) if side_by_side else fold_heads(problem, group, width // len(groups))
-        for group in groups
+        _side_by_side(layer, heads) if side_by_side else fold_part(problem, windows, width // len(together))
+        for windows, heads in zip(together, members, strict=True)
     ]
     maps = torch.cat([part.windows for part in folds] + [part.extra for part in folds])
-    unrotated = layer.key[:, rotated:].flatten(0, 1)
+    factors = _query_factors(layer, kept, folds, members)
     if side_by_side:
-        key_map = _side_by_side_keys(layer, len(groups))
+        key_map = _side_by_side_keys(layer, len(together))
     else:
+        outside = [layer.key[head][plan.order(head, traits)[1]] for head in range(layer.heads)]
         # A constant in the unrotated part of a key is the same for all keys of a query, so the softmax drops it, unless
         # a norm or a sink stands in between.
-        free = not (layer.traits.key_norm or layer.traits.sinks)
-        key_map, _ = regress(unrotated, maps, layer.moment_root, problem.noise, free and layer.traits.latent_bias)
-    constant = torch.cat([part.constant for part in folds])
+        free = not (traits.key_norm or traits.sinks)
+        key_map, _ = regress(torch.cat(outside), maps, layer.moment_root, problem.noise, free and traits.latent_bias)
+    by_head = {
+        head: (values, constant)
+        for part, heads in zip(folds, members, strict=True)
+        for head, values, constant in zip(
+            heads, part.values.split(layer.head_dim), part.constant.split(layer.head_dim), strict=True
+        )
+    }
+    values, constants = zip(*(by_head[head] for head in range(layer.heads)), strict=True)
     energy = sum(part.energy for part in folds)
-    kept = sum(part.kept for part in folds) / energy if energy > 0 else 1.0  # there may be nothing to lose
+    share = sum(part.kept for part in folds) / energy if energy > 0 else 1.0  # there may be nothing to lose
+    latent = Latent(maps, key_map, constant=torch.cat(constants), factors=factors)
     if span == "head":
-        latent = Latent(maps, key_map, head_maps=[part.values for part in folds], constant=constant)
+        latent = replace(latent, head_maps=list(values))
     else:
-        latent = Latent(maps, key_map, value_map=folds[0].values, constant=constant)
-    return replace(assemble(problem, latent), kept_energy=kept)
+        latent = replace(latent, value_map=torch.cat(values))
+    return replace(assemble(problem, latent), kept_energy=share)
 
 
-def _side_by_side(layer: WeightedLayer, heads: list[int]) -> HeadFold:
+def _query_factors(
+    layer: WeightedLayer, kept: torch.Tensor, folds: list[PartFold], members: list[list[int]]
+) -> torch.Tensor | None:
+    """What each KV head's queries are to be multiplied with, complex ``[KV, P]``; None: with nothing."""
+    if kept.all() and all(part.factors is None for part in folds):
+        return None
+    factors = torch.where(kept, 1.0, layer.queries.turns())
+    for part, heads in zip(folds, members, strict=True):
+        if part.factors is not None:
+            factors[heads] = torch.where(kept[heads], part.factors.conj(), factors[heads])
+    return factors
+
+
+def _side_by_side(layer: WeightedLayer, heads: list[int]) -> PartFold:
     rotated = layer.traits.rotary_dim
     windows = layer.key[heads, :rotated].flatten(0, 1)
     unrotated, values = layer.key[heads, rotated:].flatten(0, 1), layer.value[heads].flatten(0, 1)
     before = len(windows) + len(unrotated)
     pick = torch.cat((values.new_zeros(len(values), before), torch.eye(len(values), dtype=values.dtype)), dim=1)
-    return HeadFold(windows, torch.cat((unrotated, values)), pick, values.new_zeros(len(values)), 1.0, 1.0)
+    return PartFold(windows, torch.cat((unrotated, values)), pick, values.new_zeros(len(values)), 1.0, 1.0)
 
 
 def _side_by_side_keys(layer: WeightedLayer, groups: int) -> torch.Tensor:
@@ -75,47 +103,81 @@ def _side_by_side_keys(layer: WeightedLayer, groups: int) -> torch.Tensor:
     return key_map
 
 
-def fold_heads(problem: LayerProblem, heads: list[int], width: int) -> HeadFold:
-    """Fold the keys and values of ``heads`` into a latent of ``width`` columns.
+def fold_part(problem: LayerProblem, windows: list[int], width: int) -> PartFold:
+    """Fold the keys and values of the KV heads that read ``windows`` into a latent of ``width`` columns.
 
-    The joint weighted signal is projected on its top ``width`` directions. The rotated parts of its keys, unweighted,
-    are the windows. They span ``n·r`` dimensions of the subspace; for the others the largest remaining directions of
-    the values and of the keys' unrotated parts are taken, which are both read through maps. The value map is the least
-    squares solution in the presence of the cache's rounding noise, which keeps its entries from growing along
-    directions in which the latent has little energy.
+    The value map is the least squares solution in the presence of the cache's rounding noise, which keeps its entries
+    from growing along directions in which the latent has little energy.
 
     Args:
-        problem: the layer. heads: which of its heads. width: n·r … 2·n·d.
+        problem: the layer, its queries weighted as its windows want it. windows: which of them. width: at least theirs.
     """
-    layer, noise = problem.weighted, problem.noise
-    n, d, rotated = len(heads), layer.head_dim, layer.traits.rotary_dim
-    affine = layer.traits.value_constant(problem.span)
-    kept = _kept(problem, heads, width)
-    windows = kept.keys[:, :rotated].flatten(0, 1)
-    extra = windows[:0]
-    if width > n * rotated:
-        root = layer.moment_root
-        left = residual(kept.values.flatten(0, 1), windows, root, noise, affine)
-        parts = [_per_head(layer.value_root[heads], left)]
-        if rotated < d:
-            left = residual(kept.keys[:, rotated:].flatten(0, 1), windows, root, noise, layer.traits.latent_bias)
-            weighted = layer.key_root[heads][:, :, rotated:] @ left.unflatten(0, (n, d - rotated))
-            parts = [weighted.flatten(0, 1), kept.factor * parts[0]]
-        rest = torch.cat(parts)
-        seen = signal(rest, root)
-        _, basis = torch.linalg.eigh(seen @ seen.T)
-        extra = basis.flip(1)[:, : width - n * rotated].T @ rest
-    if layer.traits.latent_bias:  # the joint signal went without the keys' means
-        windows = windows.clone()
-        windows[:, -1] += layer.key[heads, :rotated].flatten(0, 1) @ layer.mean
-    latent = torch.cat((windows, extra)) if len(extra) else windows
-    pools = len(layer.value_moment_roots)
+    layer, plan = problem.weighted, problem.windows
+    heads = sorted(head for window in windows for head in plan.groups[window])
+    if plan.shared:
+        part = _shared(problem, windows, heads, width)
+    else:
+        part = _own(problem, heads, width)
+    latent = torch.cat((part.windows, part.extra)) if len(part.extra) else part.windows
+    affine, pools = layer.traits.value_constant(problem.span), len(layer.value_moment_roots)
     fitted = []
     for pool, sharing in groupby(heads, lambda head: pool_of(head, layer.heads, pools)):
         target = _of(layer.value, list(sharing)).flatten(0, 1)
-        fitted.append(regress(target, latent, layer.value_moment_roots[pool], noise, affine))
+        fitted.append(regress(target, latent, layer.value_moment_roots[pool], problem.noise, affine))
     maps, constants = (torch.cat(parts) for parts in zip(*fitted, strict=True))
-    return HeadFold(windows, extra, maps, constants, kept.energy, kept.all_energy)
+    return replace(part, values=maps, constant=constants)
+
+
+def _own(problem: LayerProblem, heads: list[int], width: int) -> PartFold:
+    """The latent of heads that have windows of their own; what is read out of it is still to be found.
+
+    The joint weighted signal is projected on its top ``width`` directions. The rotated parts of its keys, unweighted,
+    are the windows. They span as many dimensions of the subspace as they have columns; for the others the largest
+    remaining directions of the values and of the keys' unrotated parts are taken, which are both read through maps.
+    """
+    layer, noise, traits = problem.weighted, problem.noise, problem.traits
+    kept = _kept(problem, heads, width)
+    orders = [problem.windows.order(head, traits) for head in heads]
+    windows = torch.cat([keys[inside] for keys, (inside, _) in zip(kept.keys, orders, strict=True)])
+    extra = windows[:0]
+    if width > len(windows):
+        root = layer.moment_root
+        left = residual(kept.values.flatten(0, 1), windows, root, noise, traits.value_constant(problem.span))
+        parts = [_per_head(layer.value_root[heads], left)]
+        outside = [keys[rest] for keys, (_, rest) in zip(kept.keys, orders, strict=True)]
+        if any(map(len, outside)):
+            left = residual(torch.cat(outside), windows, root, noise, traits.latent_bias)
+            lefts = left.split([len(rows) for rows in outside])
+            weighted = [
+                layer.key_root[head][:, rest] @ rows
+                for head, (_, rest), rows in zip(heads, orders, lefts, strict=True)
+            ]
+            parts = [*weighted, kept.factor * parts[0]]
+        rest = torch.cat(parts)
+        seen = signal(rest, root)
+        _, basis = torch.linalg.eigh(seen @ seen.T)
+        extra = basis.flip(1)[:, : width - len(windows)].T @ rest
+    if traits.latent_bias:  # the joint signal went without the keys' means
+        windows = windows.clone()
+        inside = [layer.key[head][rows] for head, (rows, _) in zip(heads, orders, strict=True)]
+        windows[:, -1] += torch.cat(inside) @ layer.mean
+    return PartFold(windows, extra, windows[:0], windows[:0, 0], kept.energy, kept.all_energy)
+
+
+def _shared(problem: LayerProblem, windows: list[int], heads: list[int], width: int) -> PartFold:
+    """The latent of heads some of which share windows (see ``sharing``)."""
+    layer = problem.weighted
+    # Heads that share a window have means of their own, which it cannot all have for nothing.
+    rows, _ = layer.joint(heads, problem.balance, problem.span, centred_keys=False)
+    found = share(layer, problem.windows, windows, rows, width)
+    columns = sum(2 * len(problem.windows.pairs[window]) for window in windows)
+    seen = signal(found.maps, layer.moment_root)
+    whole = signal(rows, layer.moment_root)
+    held = torch.linalg.qr(seen.T)[0]
+    energies = float((whole @ held).square().sum()), float(whole.square().sum())
+    return PartFold(
+        found.maps[:columns], found.maps[columns:], seen[:0], seen[:0, 0], *energies, factors=found.factors
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,27 +10,27 @@ from typing import Any
 import torch
 
 from ..analysis.divergence import divergences
-from ..analysis.energy import DEFAULT_BALANCE, weigh
+from ..analysis.energy import WeightedLayer, weigh
 from ..analysis.loading import DTYPES
 from ..analysis.moments import moments_of_layer, windows
 from ..analysis.progress import Track
 from ..analysis.streaming import Stream
 from ..model import AttentionParts, Family, FoldedAttention, FoldedLayout, KvfoldError
-from .options import ConvertOptions, cache_dtype, latent_width, rounding_noise
+from .options import ConvertOptions, cache_dtype, check_heads, latent_width, rounding_noise
 from .problem import FoldedWeights, LayerProblem, Method
 from .source import LazySource
+from .ways import Way, ways, windows_for
 from .work import Work
 
-BALANCES = (0.05, 0.1, 0.2, 0.4)  # that are compared; the best one is among them wherever tried
-HELD_OUT_ROWS = 4  # windows on which the balances are compared; not calibrated on
+HELD_OUT_ROWS = 4  # windows on which the ways are compared; not calibrated on
 
 
 class Folding:
     """One conversion under way.
 
     Attributes:
-        span: of every layer. balances: λ of each way in which layers are folded. chosen: which of them is best.
-        search: KL divergence from the source of each balance, where there are several.
+        span: of every layer. ways: in which layers are folded side by side. chosen: which of them is best.
+        search: KL divergence from the source of each way, where there are several.
         calibration: what was calibrated on, for the recipe.
     """
 
@@ -40,12 +40,13 @@ class Folding:
         self.source, self.method, self.options, self.work, self.track = source, method, options, work, track
         self.family = source.family
         self.span = options.span or ("head" if method.half_only else "all")
-        self.balances = [options.balance or DEFAULT_BALANCE]
         self.chosen = 0
         self.search: dict[str, float] = {}
         self.calibration: dict[str, Any] | None = None
         self.traits = self.family.traits_of(source.model)
+        check_heads(self.traits, options, self.span)
         self.widths = [latent_width(traits, options, self.span) for traits in self.traits]
+        self.ways: list[Way] = ways(options, self.traits, self.widths, compared=False)
         self.dtype = source.dtype if options.dtype == "auto" else DTYPES[options.dtype]
         self.noise = [
             rounding_noise(cache_dtype(options, traits, width, self.dtype))
@@ -55,7 +56,7 @@ class Folding:
     @property
     def balance(self) -> float | None:
         """λ of what came out; None for a method that has none."""
-        return None if self.method.half_only else self.balances[self.chosen]
+        return None if self.method.half_only else self.ways[self.chosen].balance
 
     def described(self) -> list[tuple[FoldedLayout, float | None]]:
         """Layout and kept energy of every layer, folded the chosen way."""
@@ -76,7 +77,7 @@ class Folding:
                 advance(1)
 
     def with_text(self, tokens: torch.Tensor) -> None:
-        """Fold every layer by its statistics on ``tokens`` ``[n]``, some of which are held out to find the balance.
+        """Fold every layer by its statistics on ``tokens`` ``[n]``, some of which are held out to find the best way.
 
         Raises KvfoldError for too short a text.
         """
@@ -87,7 +88,7 @@ class Folding:
             source, ways = None, []
             if len(held_out):
                 source = Stream(self.family, model, held_out, 1, states.of("source")).enter()
-                ways = [source.fork(states.of(f"way-{way}")) for way in range(len(self.balances))]
+                ways = [source.fork(states.of(f"way-{way}")) for way in range(len(self.ways))]
         done = self.work.restore(states)
         with self.track("calibrating and folding", self.source.layers) as advance:
             advance(done)
@@ -116,9 +117,10 @@ class Folding:
             width == 2 * traits.key_value_heads * traits.head_dim or (width >= traits.width and self.span == "all")
             for width, traits in zip(self.widths, self.traits, strict=True)
         )
-        held_out = 0 if lossless or options.balance is not None else min(HELD_OUT_ROWS, len(rows) // 2)
+        compared = [] if lossless else ways(options, self.traits, self.widths, compared=True)
+        held_out = min(HELD_OUT_ROWS, len(rows) // 2) if len(compared) > 1 else 0
         if held_out:
-            self.balances = list(BALANCES)
+            self.ways = compared
         self.calibration = {
             "text": options.calibrate,
             "tokens": (len(rows) - held_out) * window,
@@ -139,27 +141,29 @@ class Folding:
             with folded_attention(self.family, layer, parts, fold, index, self.source.config):
                 way.through(layer, index)
 
-    def _fold(self, index: int, parts: AttentionParts, weighted: Any) -> list[FoldedWeights]:
+    def _fold(self, index: int, parts: AttentionParts, weighted: WeightedLayer) -> list[FoldedWeights]:
+        width = self.widths[index]
         return [
             self.method.fold(
                 LayerProblem(
                     parts.weights,
                     parts.traits,
                     weighted,
-                    self.widths[index],
+                    width,
                     self.span,
-                    balance,
+                    windows_for(weighted, width, self.span, way, self.options),
+                    way.balance,
                     self.noise[index],
                     self.dtype,
                 )
             )
-            for balance in self.balances
+            for way in self.ways
         ]
 
     def _choose(self, source: Stream, ways: list[Stream]) -> None:
-        with self.source.ends(), self.track("choosing the balance", len(source.rows)) as advance:
+        with self.source.ends(), self.track("choosing the best way", len(source.rows)) as advance:
             found = divergences(source.logits(), [way.logits() for way in ways], advance)
-        self.search = {str(balance): value for balance, value in zip(self.balances, found, strict=True)}
+        self.search = {way.label: value for way, value in zip(self.ways, found, strict=True)}
         self.chosen = min(range(len(found)), key=lambda way: found[way])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from ..model.layout import SPANS
 from .problem import Method
 from .writing import require_shard_size
 
+GROUPINGS = ("aligned", "mean")
+
 
 @dataclass(frozen=True)
 class ConvertOptions:
@@ -23,6 +26,11 @@ class ConvertOptions:
         method: a key of ``METHODS``.
         cache_fraction, latent_width: F or R, at most one of them; neither: F = 0.5.
         span: ``all`` or ``head``; None: ``all``, or ``head`` for the methods that know no other.
+        rotary_pairs: frequency pairs that stay rotated, per window on average; ``auto``: as many as fit, or what is
+            found by KL from the source.
+        key_heads: key windows of a layer, shared by its KV heads; None: each KV head has its own.
+        grouping: how heads share a window, one of ``GROUPINGS``. cluster: those share one that lose least by it, instead
+            of neighbours.
         calibrate: TEXT. calibrate_tokens: how many of its tokens. calibrate_window: tokens in one go.
         balance: λ; None: found by KL from the source on held-out windows of the text.
         cache_dtype: the coarsest dtype that the cache will have; the value map is made to stand its rounding. ``auto``:
@@ -37,6 +45,10 @@ class ConvertOptions:
     cache_fraction: float | None = None
     latent_width: int | None = None
     span: str | None = None
+    rotary_pairs: int | str = "auto"
+    key_heads: int | None = None
+    grouping: str = "aligned"
+    cluster: bool = False
     calibrate: str = "docs"
     calibrate_tokens: int = 16384
     calibrate_window: int = 512
@@ -61,8 +73,14 @@ def check_options(chosen: Method, options: ConvertOptions) -> None:
     other_width = options.latent_width is not None or options.cache_fraction not in (None, 0.5)
     if chosen.half_only and (options.span == "all" or other_width):
         raise KvfoldError(f"method {chosen.name!r} folds to cache fraction 0.5 with span 'head' only")
-    if options.cache_fraction is not None and not 0.5 <= options.cache_fraction <= 1:
-        raise KvfoldError(f"cache fraction {options.cache_fraction} is out of range: 0.5 to 1")
+    if options.cache_fraction is not None and not 0 < options.cache_fraction <= 1:
+        raise KvfoldError(f"cache fraction {options.cache_fraction} is out of range: above 0, at most 1")
+    if chosen.half_only and (options.key_heads is not None or options.rotary_pairs != "auto"):
+        raise KvfoldError(f"method {chosen.name!r} keeps the keys' windows as they are: leave out --key-heads, --rotary-pairs")
+    if isinstance(options.rotary_pairs, str) and options.rotary_pairs != "auto":
+        raise KvfoldError(f"rotary pairs {options.rotary_pairs!r} make no sense: give a number, or auto")
+    if options.grouping not in GROUPINGS:
+        raise KvfoldError(f"grouping {options.grouping!r} is unknown: use one of {', '.join(GROUPINGS)}")
     if options.balance is not None and not (math.isfinite(options.balance) and options.balance > 0):
         raise KvfoldError(f"balance {options.balance} is out of range: it is a positive number")
     if options.dtype != "auto":
@@ -77,19 +95,61 @@ def check_options(chosen: Method, options: ConvertOptions) -> None:
         )
 
 
+def check_heads(layers: Sequence[AttentionTraits], options: ConvertOptions, span: str) -> None:
+    """Raises KvfoldError for windows that a model's layers cannot have."""
+    rotating = [traits for traits in layers if traits.rotary_dim]
+    if not rotating and (options.key_heads is not None or options.rotary_pairs != "auto"):
+        raise KvfoldError("the model rotates no keys (no RoPE), so there are no windows to share or narrow")
+    for traits in rotating:
+        heads, pairs = traits.key_value_heads, traits.rotary_dim // 2
+        if options.key_heads is not None and not 1 <= options.key_heads <= heads:
+            raise KvfoldError(f"{options.key_heads} key heads are out of range for this model: 1 to {heads}")
+        if isinstance(options.rotary_pairs, int) and not 0 <= options.rotary_pairs <= pairs:
+            raise KvfoldError(f"{options.rotary_pairs} rotary pairs are out of range for this model: 0 to {pairs}")
+        if options.key_heads in (None, heads):
+            continue
+        if traits.query_norm or traits.key_norm:
+            raise KvfoldError("its queries or keys are normed, so heads cannot share key windows: leave out --key-heads")
+        if span == "head" and (traits.rotary_dim < traits.head_dim or options.rotary_pairs not in ("auto", pairs)):
+            raise KvfoldError("with span 'head', heads can share whole windows only: use span 'all'")
+
+
+def full_width(traits: AttentionTraits, options: ConvertOptions) -> int:
+    """Columns that a layer's windows take where all pairs stay rotated."""
+    return (options.key_heads or traits.key_value_heads) * traits.rotary_dim
+
+
 def latent_width(traits: AttentionTraits, options: ConvertOptions, span: str) -> int:
     """R of a layer: from the options, for span ``head`` rounded to equally many columns a head. Raises KvfoldError."""
-    heads, keys = traits.key_value_heads, traits.key_value_heads * traits.head_dim
+    keys = traits.key_value_heads * traits.head_dim
+    heads = options.key_heads or traits.key_value_heads
+    step = heads if span == "head" else 1
     if options.latent_width is not None:
         width = options.latent_width
-        if not keys <= width <= 2 * keys:
-            raise KvfoldError(f"latent width {width} is out of range for this model: {keys} to {2 * keys}")
         if span == "head" and width % heads:
             raise KvfoldError(f"latent width {width} does not divide over {heads} key heads (span 'head')")
-        return width
-    fraction = 0.5 if options.cache_fraction is None else options.cache_fraction
-    step = heads if span == "head" else 1
-    return round(2 * keys * fraction / step) * step
+    elif options.cache_fraction is None and options.key_heads is not None:
+        width = heads * traits.head_dim
+    else:
+        fraction = 0.5 if options.cache_fraction is None else options.cache_fraction
+        width = round(2 * keys * fraction / step) * step
+    least = least_width(traits, options, span)
+    if not least <= width <= 2 * keys:
+        told = "" if options.latent_width is not None else f" (cache fraction {width / (2 * keys):.3g})"
+        raise KvfoldError(
+            f"latent width {width}{told} is out of range for this model: {least} to {2 * keys} (cache fraction "
+            f"{least / (2 * keys):.3g} to 1)"
+        )
+    return width
+
+
+def least_width(traits: AttentionTraits, options: ConvertOptions, span: str) -> int:
+    """The smallest R of a layer that the options allow."""
+    heads = options.key_heads or traits.key_value_heads
+    if span == "head" and heads < traits.key_value_heads:
+        return heads * traits.head_dim  # shared windows are whole
+    pairs = options.rotary_pairs if isinstance(options.rotary_pairs, int) else 0
+    return max(2 * pairs * heads, 2 * heads if span == "head" else 2)
 
 
 def cache_dtype(options: ConvertOptions, traits: AttentionTraits, width: int, weights: torch.dtype) -> torch.dtype:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..analysis.energy import WeightedLayer
 from ..model import AttentionTraits, AttentionWeights, FoldedLayout
+from ..model.projections import OUR_NORMS
+from .windows import Windows
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,8 @@ class LayerProblem:
 
     Attributes:
         weights: the source's projections. traits: its heads. weighted: its keys and values with their weights.
-        width: R. span: ``all`` or ``head``. balance: λ. noise: relative variance of the cache's rounding error.
-        dtype: of the folded weights.
+        width: R. span: ``all`` or ``head``. windows: what of the keys stays rotated, and who shares it. balance: λ.
+        noise: relative variance of the cache's rounding error. dtype: of the folded weights.
     """
 
     weights: AttentionWeights
@@ -26,6 +28,7 @@ class LayerProblem:
     weighted: WeightedLayer
     width: int
     span: str
+    windows: Windows
     balance: float
     noise: float
     dtype: torch.dtype
@@ -41,9 +44,8 @@ class LayerProblem:
         return self.traits.query_heads // self.traits.key_value_heads
 
     def layout(self) -> FoldedLayout:
-        """The layout with full windows for every key head."""
-        heads = self.traits.key_value_heads
-        return FoldedLayout(self.width, heads, heads, self.span)
+        """How the latent is read."""
+        return self.windows.layout(self.width, self.span, self.traits)
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,12 @@ class Latent:
 
     Attributes:
         maps: x̃ to the latent, ``[R, D + 1]``.
-        key_map: A, latent to the parts of the keys that are in no window, ``[KV·(d − 2p), R]``.
+        key_map: A, latent to the parts of the keys that are in no window, ``[Σ(d − 2p), R]``.
         value_map: B, ``[KV·d, R]`` (span ``all``), or None.
-        head_maps: for span ``head`` the map of each head's own columns to its values, ``[d, R / KV]``; it is absorbed
-            into the output projection.
+        head_maps: for span ``head`` the map of the columns that are a KV head's own (or its group's) to its values,
+            ``[d, R / key heads]``; it is absorbed into the output projection.
         constant: what is added to the values, ``[KV·d]``, or None.
+        factors: what the queries of each KV head are multiplied with, pair by pair, complex ``[KV, P]``; None: nothing.
     """
 
     maps: torch.Tensor
@@ -92,11 +95,12 @@ class Latent:
     value_map: torch.Tensor | None = None
     head_maps: list[torch.Tensor] | None = None
     constant: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
 
 
 def assemble(problem: LayerProblem, latent: Latent) -> FoldedWeights:
     """The tensors of a folded layer."""
-    weights, traits = problem.weights, problem.traits
+    weights, traits = _as_read(problem, latent), problem.traits
     tensors: dict[str, torch.Tensor | None] = {
         "q_proj.weight": weights.q,
         "q_proj.bias": weights.q_bias,
@@ -121,6 +125,42 @@ def assemble(problem: LayerProblem, latent: Latent) -> FoldedWeights:
     return FoldedWeights(
         problem.layout(), {name: tensor.detach().to(problem.dtype).cpu().contiguous() for name, tensor in kept.items()}
     )
+
+
+def _as_read(problem: LayerProblem, latent: Latent) -> AttentionWeights:
+    """The layer's weights with queries that meet the keys as they are read: turned, and window dimensions first."""
+    weights, traits, windows = problem.weights, problem.traits, problem.windows
+    orders = [sum(windows.order(head, traits), []) for head in range(traits.key_value_heads)]
+    if latent.factors is None and all(order == list(range(traits.head_dim)) for order in orders):
+        return weights
+
+    def queries(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        heads = tensor.detach().double().cpu().unflatten(0, (traits.key_value_heads, problem.group, traits.head_dim))
+        if latent.factors is not None:
+            heads = torch.stack([_turned(head, factor) for head, factor in zip(heads, latent.factors, strict=True)])
+        return torch.cat([head[:, order].flatten(0, 1) for head, order in zip(heads, orders, strict=True)])
+
+    # Norms have the same weights for all heads, or each head's own; where there are any, all heads have one order.
+    def of_heads(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(-1, (-1, traits.head_dim))[..., orders[0]].flatten(-2)
+
+    q, q_bias = queries(weights.q), queries(weights.q_bias)
+    assert q is not None
+    extras = {
+        name: of_heads(tensor) if name.partition(".")[0] in OUR_NORMS else tensor
+        for name, tensor in weights.extras.items()
+    }
+    return replace(weights, q=q, q_bias=q_bias, extras=extras)
+
+
+def _turned(heads: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Multiply the pairs of query heads ``[n, d, …]`` with complex factors ``[P]``."""
+    pairs = len(factors)
+    numbers = torch.complex(heads[:, :pairs], heads[:, pairs : 2 * pairs])
+    numbers = numbers * factors.view(1, pairs, *(1,) * (heads.dim() - 2))
+    return torch.cat((numbers.real, numbers.imag, heads[:, 2 * pairs :]), dim=1)
 
 
 def whole_keys(problem: LayerProblem, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

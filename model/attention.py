@@ -62,9 +62,10 @@ class FoldedAttention(nn.Module):
         self._grouped = grouped
 
         pairs = layout.pairs(all_pairs)
-        mapped = layout.key_heads * traits.head_dim - self.windows
+        mapped = sum(traits.head_dim - 2 * len(kept) for kept in pairs)
         self._key_order = Constant(key_columns(layout, traits.head_dim, all_pairs))
-        self._window_columns = Constant(window_columns(pairs))
+        columns, window_of = window_columns(layout, all_pairs), layout.window_assignment()
+        self._window_columns = Constant([columns[window] for window in window_of])
         self.rotate_keys = HeadRotation(pairs, traits.rotary_dim)
         self.rotate_queries = HeadRotation(tuple(pairs[head] for head in key_of), traits.rotary_dim)
 

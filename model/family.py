@@ -98,7 +98,8 @@ class Family:
             norm and _norm_in_common_form(norm, ours, weights)
             for ours, norm in zip(OUR_NORMS, self.norms(attention, traits), strict=True)
         )
-        return AttentionParts(traits, weights, query_norm, key_norm, self._frequencies(model, traits, layer))
+        frequencies, scale = self._rotation(model, traits, layer)
+        return AttentionParts(traits, weights, query_norm, key_norm, frequencies, scale)
 
     def norms(self, attention: Any, traits: AttentionTraits) -> tuple[nn.Module | None, nn.Module | None]:
         """The modules of a source's attention layer that norm its queries and its keys."""
@@ -108,13 +109,14 @@ class Family:
             getattr(attention, key) if traits.key_norm else None,
         )
 
-    def _frequencies(self, model: Any, traits: AttentionTraits, layer: int) -> torch.Tensor | None:
+    def _rotation(self, model: Any, traits: AttentionTraits, layer: int) -> tuple[torch.Tensor | None, float]:
+        """RoPE's angles per token, and its factor on what it rotates, in one layer."""
         if traits.rotary_dim == 0:
-            return None
+            return None, 1.0
         rotary = self.rotary_module(model)
-        if hasattr(rotary, "inv_freq"):
-            return rotary.inv_freq
-        return getattr(rotary, f"{model.config.layer_types[layer]}_inv_freq")
+        kind = "" if hasattr(rotary, "inv_freq") else f"{model.config.layer_types[layer]}_"
+        scale = getattr(rotary, f"{kind}attention_scaling", getattr(rotary, "attention_scaling", 1.0))
+        return getattr(rotary, f"{kind}inv_freq"), float(scale)
 
     def auto_map(self) -> dict[str, str]:
         """Where transformers finds the classes in a checkpoint's own files (``trust_remote_code``)."""
@@ -133,6 +135,7 @@ class AttentionParts:
     Attributes:
         traits, weights: see there. query_norm, key_norm: modules for heads in the common form, or None.
         frequencies: RoPE's angle per token of each rotary pair, ``[rotary_dim / 2]``; None: no RoPE.
+        rotary_scale: the factor that RoPE puts on whatever it rotates (yarn and longrope have one).
     """
 
     traits: AttentionTraits
@@ -140,6 +143,7 @@ class AttentionParts:
     query_norm: nn.Module | None = None
     key_norm: nn.Module | None = None
     frequencies: torch.Tensor | None = None
+    rotary_scale: float = 1.0
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
         """Queries ``[batch, H, tokens, d]`` of hidden states ``[batch, tokens, D]``, normed, not rotated."""

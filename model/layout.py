@@ -22,9 +22,9 @@ def _spread(count: int, heads: int) -> tuple[int, ...]:
 class FoldedLayout:
     """How one layer's latent ``S`` (one vector of ``latent_width`` numbers per token) is read.
 
-    The key windows lie one after another at the start of ``S``, head by head. A window holds the head's rotated
-    frequency pairs: first the first members of all pairs, then the second members (the order of ``rotate_half``).
-    Columns after the windows belong to the maps only.
+    The key windows lie one after another at the start of ``S``. A window holds the rotated frequency pairs of a key head,
+    or of several that share it: first the first members of all pairs, then the second members (the order of
+    ``rotate_half``). Columns after the windows belong to the maps only.
 
     Attributes:
         latent_width: R, numbers cached per token.
@@ -32,10 +32,12 @@ class FoldedLayout:
         value_heads: value heads; with span ``head`` as many as key heads.
         span: ``all``: every value is a linear map of the whole latent; ``head``: the values of a head *are* its own
             window followed by its equal share of the columns after the windows (any map is absorbed in ``o_proj``).
-        rotary_pairs: for each key head the frequency pairs in its window, ascending; None: all of them. The rest of
-            the key is read through the key map and never rotated.
+        rotary_pairs: for each window the frequency pairs in it, ascending; None: all of them. The rest of the key is
+            read through the key map and never rotated.
         query_to_key: key head of each query head; None: equal groups in order.
         query_to_value: value head of each query head; None: equal groups in order.
+        key_to_window: window that each key head reads; None: every key head has its own. Heads that share a window
+            have key maps of their own.
     """
 
     latent_width: int
@@ -45,6 +47,7 @@ class FoldedLayout:
     rotary_pairs: tuple[tuple[int, ...], ...] | None = None
     query_to_key: tuple[int, ...] | None = None
     query_to_value: tuple[int, ...] | None = None
+    key_to_window: tuple[int, ...] | None = None
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> FoldedLayout:
@@ -55,7 +58,7 @@ class FoldedLayout:
         values = dict(entry)
         if values.get("rotary_pairs") is not None:
             values["rotary_pairs"] = tuple(tuple(pairs) for pairs in values["rotary_pairs"])
-        for name in ("query_to_key", "query_to_value"):
+        for name in ("query_to_key", "query_to_value", "key_to_window"):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
         return cls(**values)
@@ -72,13 +75,24 @@ class FoldedLayout:
         """Value head of each of the ``query_heads`` query heads."""
         return self.query_to_value or _spread(query_heads, self.value_heads)
 
+    def window_assignment(self) -> tuple[int, ...]:
+        """The window that each key head reads."""
+        return self.key_to_window or tuple(range(self.key_heads))
+
+    def window_pairs(self, all_pairs: int) -> tuple[tuple[int, ...], ...]:
+        """The rotated frequency pairs of every window, where the model rotates ``all_pairs`` pairs a head."""
+        if self.rotary_pairs is not None:
+            return self.rotary_pairs
+        return (tuple(range(all_pairs)),) * (max(self.window_assignment()) + 1)
+
     def pairs(self, all_pairs: int) -> tuple[tuple[int, ...], ...]:
-        """The rotated frequency pairs of every key head, where the model rotates ``all_pairs`` pairs a head."""
-        return self.rotary_pairs if self.rotary_pairs is not None else (tuple(range(all_pairs)),) * self.key_heads
+        """The rotated frequency pairs of every key head."""
+        windows = self.window_pairs(all_pairs)
+        return tuple(windows[window] for window in self.window_assignment())
 
     def window_width(self, all_pairs: int) -> int:
         """Columns at the start of the latent that are windows."""
-        return sum(2 * len(pairs) for pairs in self.pairs(all_pairs))
+        return sum(2 * len(pairs) for pairs in self.window_pairs(all_pairs))
 
     def value_width(self, head_dim: int, all_pairs: int) -> int:
         """Numbers per value head."""
@@ -99,21 +113,31 @@ class FoldedLayout:
                 raise KvfoldError(f"{query_heads} query heads do not divide over {heads} heads: give {name}")
             if chosen is not None and (len(chosen) != query_heads or not all(0 <= head < heads for head in chosen)):
                 raise KvfoldError(f"{name} must name one of {heads} heads for each of {query_heads} query heads")
-        pairs = self.pairs(all_pairs)
-        if len(pairs) != self.key_heads:
-            raise KvfoldError(f"rotary_pairs has {len(pairs)} entries for {self.key_heads} key heads")
+        self._validate_windows(all_pairs)
+        if self.span == "head":
+            self._validate_head_span(all_pairs)
+
+    def _validate_windows(self, all_pairs: int) -> None:
+        pairs, assigned = self.window_pairs(all_pairs), self.window_assignment()
+        if len(assigned) != self.key_heads or sorted(set(assigned)) != list(range(max(assigned) + 1)):
+            raise KvfoldError(f"key_to_window must name a window for each of {self.key_heads} key heads: 0, 1, …")
+        if len(pairs) != max(assigned) + 1:
+            raise KvfoldError(f"rotary_pairs has {len(pairs)} entries for {max(assigned) + 1} windows")
         for kept in pairs:
             if list(kept) != sorted(set(kept)) or (kept and not 0 <= kept[0] <= kept[-1] < all_pairs):
                 raise KvfoldError(f"rotary_pairs must be ascending pair numbers below {all_pairs}, not {list(kept)}")
         windows = self.window_width(all_pairs)
         if self.latent_width < max(windows, 1):
             raise KvfoldError(f"latent width {self.latent_width} is too small for key windows of {windows} columns")
-        if self.span == "head":
-            if self.value_heads != self.key_heads:
-                raise KvfoldError("span 'head' needs as many value heads as key heads")
-            if len({len(kept) for kept in pairs}) > 1:
-                raise KvfoldError("span 'head' needs windows of equal width")
-            if self.latent_width % self.key_heads:
-                raise KvfoldError(
-                    f"latent width {self.latent_width} does not divide over {self.key_heads} key heads (span 'head')"
-                )
+
+    def _validate_head_span(self, all_pairs: int) -> None:
+        if self.value_heads != self.key_heads:
+            raise KvfoldError("span 'head' needs as many value heads as key heads")
+        if self.key_to_window is not None:
+            raise KvfoldError("span 'head' needs a window for every key head")
+        if len({len(kept) for kept in self.pairs(all_pairs)}) > 1:
+            raise KvfoldError("span 'head' needs windows of equal width")
+        if self.latent_width % self.key_heads:
+            raise KvfoldError(
+                f"latent width {self.latent_width} does not divide over {self.key_heads} key heads (span 'head')"
+            )

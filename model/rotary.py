@@ -150,18 +150,20 @@ class HeadRotation(nn.Module):
 
 def key_columns(layout: FoldedLayout, head_dim: int, all_pairs: int) -> list[int]:
     """Order in which the columns of ``[windows, key map]`` make up the key heads, head by head, window first."""
-    widths = [2 * len(pairs) for pairs in layout.pairs(all_pairs)]
-    window, mapped = 0, sum(widths)
+    columns = window_columns(layout, all_pairs)
+    mapped = layout.window_width(all_pairs)
     order: list[int] = []
-    for width in widths:
-        order += range(window, window + width)
+    for pairs, window in zip(layout.pairs(all_pairs), layout.window_assignment(), strict=True):
+        width = 2 * len(pairs)
+        order += columns[window][:width]
         order += range(mapped, mapped + head_dim - width)
-        window, mapped = window + width, mapped + head_dim - width
+        mapped += head_dim - width
     return order
 
 
-def window_columns(pairs: tuple[tuple[int, ...], ...]) -> list[list[int]]:
-    """Latent columns of each head's window, ``[heads, widest]``; shorter windows repeat column 0, to meet a 0."""
+def window_columns(layout: FoldedLayout, all_pairs: int) -> list[list[int]]:
+    """Latent columns of each window, ``[windows, widest]``; shorter ones repeat column 0, to meet a 0."""
+    pairs = layout.window_pairs(all_pairs)
     widest = 2 * max((len(kept) for kept in pairs), default=0)
     columns, start = [], 0
     for kept in pairs:

@@ -28,6 +28,10 @@ LAYOUTS = {
     "one key head": FoldedLayout(12, 1, 2, "all"),
     "one of everything": FoldedLayout(8, 1, 1, "head"),
     "one narrow key head, three value heads": FoldedLayout(10, 1, 3, "all", rotary_pairs=((0, 1, 2),)),
+    "a shared window": FoldedLayout(13, 2, 2, "all", rotary_pairs=((0, 2, 3),), key_to_window=(0, 0)),
+    "unequal shared windows": FoldedLayout(
+        14, 3, 2, "all", rotary_pairs=((1, 2, 3), (0,)), query_to_key=(0, 0, 1, 1, 2, 2), key_to_window=(0, 1, 0)
+    ),
     "clustered": FoldedLayout(18, 2, 2, "all", query_to_key=(0, 1, 0, 0, 1, 0), query_to_value=(1, 0, 0, 1, 1, 0)),
     "clustered, narrow, head": FoldedLayout(
         16, 2, 2, "head", rotary_pairs=((0, 1, 2), (1, 2, 3)), query_to_key=(0, 1, 1, 0, 1, 1), query_to_value=(1,) * 6
@@ -42,9 +46,10 @@ def by_the_formula(attention: Any, x: torch.Tensor, frequencies: torch.Tensor) -
     latent = attention.latent_proj(x).double()
     query = attention.q_proj(x).double().view(len(x), traits.query_heads, d)
     pairs = layout.pairs(half)
-    starts = [sum(2 * len(kept) for kept in pairs[:head]) for head in range(layout.key_heads)]
+    of_window = layout.window_pairs(half)
+    starts = [sum(2 * len(kept) for kept in of_window[:window]) for window in layout.window_assignment()]
     mapped = [sum(d - 2 * len(kept) for kept in pairs[:head]) for head in range(layout.key_heads)]
-    windows = sum(2 * len(kept) for kept in pairs)
+    windows = sum(2 * len(kept) for kept in of_window)
     extra = (layout.latent_width - windows) // layout.key_heads
     outputs = []
     for j in range(traits.query_heads):

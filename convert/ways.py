@@ -1,0 +1,79 @@
+"""Ways to fold a layer among which a conversion finds the best: the balance, and how its windows are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..analysis.energy import DEFAULT_BALANCE, WeightedLayer
+from ..model import AttentionTraits
+from .options import ConvertOptions, full_width
+from .windows import Windows, choose_windows, cluster, even_groups, full_windows, own_groups
+
+BALANCES = (0.05, 0.1, 0.2, 0.4)  # that are compared; the best one is among them wherever tried
+NARROW_BALANCES = (0.05, 0.1)
+FILLS = (1.0, 0.9)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to fold the layers.
+
+    Attributes:
+        balance: λ. fill: share of the latent's columns that may be windows, where not all of them fit.
+        key_heads: windows of a layer; None: every KV head has its own.
+    """
+
+    balance: float
+    fill: float = 1.0
+    key_heads: int | None = None
+
+    @property
+    def label(self) -> str:
+        """For the recipe; the balance alone where that is all there is to tell."""
+        parts = [str(self.balance)]
+        if self.fill != 1:
+            parts.append(f"fill {self.fill}")
+        if self.key_heads is not None:
+            parts.append(f"{self.key_heads} key heads")
+        return ", ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def ways(options: ConvertOptions, layers: Sequence[AttentionTraits], widths: Sequence[int], compared: bool) -> list[Way]:
+    """The ways to be compared; one, where the options leave no choice or there is no text to compare on."""
+    narrow = any(
+        width < full_width(traits, options) for traits, width in zip(layers, widths, strict=True)
+    ) and not isinstance(options.rotary_pairs, int)
+    if not compared:
+        return [Way(options.balance or DEFAULT_BALANCE, FILLS[-1] if narrow else 1.0, options.key_heads)]
+    balances = (options.balance,) if options.balance is not None else NARROW_BALANCES if narrow else BALANCES
+    fills = FILLS if narrow else (1.0,)
+    return [Way(balance, fill, options.key_heads) for fill in fills for balance in balances]
+
+
+def windows_for(layer: WeightedLayer, width: int, span: str, way: Way, options: ConvertOptions) -> Windows:
+    """The windows of one layer in a latent of ``width`` columns."""
+    traits = layer.traits
+    if traits.rotary_dim == 0:
+        return full_windows(traits)
+    heads = way.key_heads or traits.key_value_heads
+    if heads == traits.key_value_heads:
+        groups = own_groups(heads)
+    elif options.cluster:
+        groups = cluster(layer, heads)
+    else:
+        groups = even_groups(traits.key_value_heads, heads)
+    every = heads * traits.rotary_dim // 2
+    if isinstance(options.rotary_pairs, int):
+        count = options.rotary_pairs * heads
+    elif 2 * every <= width:
+        count = every
+    else:
+        count = int(way.fill * width / 2)
+    if count >= every and heads == traits.key_value_heads:
+        return full_windows(traits)
+    return choose_windows(layer, groups, count, span == "head", options.grouping == "aligned")
