@@ -45,6 +45,9 @@ def convert(
     ] = "docs",
     calibrate_tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.")] = 16384,
     calibrate_window: Annotated[int, typer.Option(help="Tokens the model reads in one go.")] = 512,
+    refine: Annotated[
+        float, typer.Option(metavar="MINUTES", help="Then fit each layer's output to the source's, for at most so long.")
+    ] = 0.0,
     balance: Annotated[
         float | None, typer.Option(help="λ, weight of values against keys. Default: found by KL on held-out text.")
     ] = None,
@@ -88,6 +91,7 @@ def convert(
         calibrate=calibrate,
         calibrate_tokens=calibrate_tokens,
         calibrate_window=calibrate_window,
+        refine=refine,
         balance=balance,
         cache_dtype=cache_dtype,
         dtype=dtype,

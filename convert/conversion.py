@@ -123,7 +123,7 @@ def _room(source: LazySource, options: ConvertOptions) -> int:
 
 def _write(folder: Path, source: LazySource, folding: Folding, options: ConvertOptions, track: Track) -> None:
     """Write the converted checkpoint: the folded layers, all else as the source has it, and what lies beside."""
-    config = folded_config(source.family, source.config, [layout for layout, _ in folding.described()])
+    config = folded_config(source.family, source.config, [layout for layout, *_ in folding.described()])
     config.dtype = folding.dtype
     with torch.device("meta"), quiet():
         model = source.family.model_class(config)
@@ -172,7 +172,7 @@ def _recipe(
     """The record of the conversion."""
     described = folding.described()
     size = folding.dtype.itemsize
-    folded_bytes = sum(layout.latent_width for layout, _ in described) * size
+    folded_bytes = sum(layout.latent_width for layout, *_ in described) * size
     source_bytes = sum(2 * traits.key_value_heads * traits.head_dim for traits in folding.traits) * size
     return Recipe(
         source=describe_source(path, location.folder, source.config),
@@ -182,10 +182,17 @@ def _recipe(
         cache_bytes_per_token={"source": source_bytes, "folded": folded_bytes},
         balance=folding.balance,
         balance_search=folding.search,
+        way=folding.way,
+        refinement=folding.refinement,
         noise=max(folding.noise),
         calibration=folding.calibration,
         dtype=str(folding.dtype).removeprefix("torch."),
         seed=options.seed,
-        layers=[layout.to_dict() | ({} if kept is None else {"kept_energy": kept}) for layout, kept in described],
+        layers=[
+            layout.to_dict()
+            | ({} if kept is None else {"kept_energy": kept})
+            | ({} if refined is None else {"refined": refined})
+            for layout, kept, refined in described
+        ],
         seconds=round(seconds, 1),
     )

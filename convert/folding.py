@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +20,12 @@ from ..analysis.streaming import Stream
 from ..model import AttentionParts, Family, FoldedAttention, FoldedLayout, KvfoldError
 from .options import ConvertOptions, cache_dtype, check_heads, latent_width, rounding_noise
 from .problem import FoldedWeights, LayerProblem, Method
+from .refine import recorded_outputs, refine_output
 from .source import LazySource
 from .ways import Way, ways, windows_for
-from .work import Work
+from .work import FOLDED, REFINED, Work
 
-HELD_OUT_ROWS = 4  # windows on which the ways are compared; not calibrated on
+HELD_OUT_ROWS, HELD_OUT_TOKENS = 4, 2048  # at most, to compare the ways on; not calibrated on
 
 
 class Folding:
@@ -31,6 +34,7 @@ class Folding:
     Attributes:
         span: of every layer. ways: in which layers are folded side by side. chosen: which of them is best.
         search: KL divergence from the source of each way, where there are several.
+        refined: whether the layers are to be written as refined. refinement: KL divergence without and with it.
         calibration: what was calibrated on, for the recipe.
     """
 
@@ -41,6 +45,8 @@ class Folding:
         self.family = source.family
         self.span = options.span or ("head" if method.half_only else "all")
         self.chosen = 0
+        self.refined = False
+        self.refinement: dict[str, float] = {}
         self.search: dict[str, float] = {}
         self.calibration: dict[str, Any] | None = None
         self.traits = self.family.traits_of(source.model)
@@ -58,13 +64,22 @@ class Folding:
         """λ of what came out; None for a method that has none."""
         return None if self.method.half_only else self.ways[self.chosen].balance
 
-    def described(self) -> list[tuple[FoldedLayout, float | None]]:
-        """Layout and kept energy of every layer, folded the chosen way."""
-        return [self.work.described(index, self.chosen) for index in range(self.source.layers)]
+    @property
+    def way(self) -> dict[str, Any] | None:
+        """How the layers were folded; None for a method that knows one way only."""
+        return None if self.method.half_only else self.ways[self.chosen].to_dict()
+
+    def described(self) -> list[tuple[FoldedLayout, float | None, tuple[float, float] | None]]:
+        """Layout and kept energy of every layer as it came out, and its errors before and after refinement."""
+        return [self.work.described(index, *self._outcome(index)) for index in range(self.source.layers)]
 
     def folded_tensors(self, index: int) -> list[tuple[str, list[int], Callable[[], torch.Tensor]]]:
-        """Name, shape and reader of a layer's tensors, folded the chosen way."""
-        return self.work.tensors(index, self.chosen)
+        """Name, shape and reader of a layer's tensors as they came out."""
+        return self.work.tensors(index, *self._outcome(index))
+
+    def _outcome(self, index: int) -> tuple[int, str]:
+        """Way and stage of what came out of a layer."""
+        return (0, REFINED) if self.refined and self.work.has_layer(index, REFINED) else (self.chosen, FOLDED)
 
     def without_text(self) -> None:
         """Fold every layer by its weights alone."""
@@ -99,6 +114,8 @@ class Folding:
                 advance(1)
         if source is not None:
             self._choose(source, ways)
+            if self.options.refine:
+                self._refine(rows, held_out)
 
     def _rows(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows to calibrate on, and rows to compare balances on (none, where there is nothing to compare)."""
@@ -118,7 +135,8 @@ class Folding:
             for width, traits in zip(self.widths, self.traits, strict=True)
         )
         compared = [] if lossless else ways(options, self.traits, self.widths, compared=True)
-        held_out = min(HELD_OUT_ROWS, len(rows) // 2) if len(compared) > 1 else 0
+        wanted = min(HELD_OUT_ROWS, max(1, HELD_OUT_TOKENS // window), len(rows) // 2)
+        held_out = wanted if len(compared) > 1 or (compared and options.refine) else 0
         if held_out:
             self.ways = compared
         self.calibration = {
@@ -166,11 +184,56 @@ class Folding:
         self.search = {way.label: value for way, value in zip(self.ways, found, strict=True)}
         self.chosen = min(range(len(found)), key=lambda way: found[way])
 
+    def _refine(self, rows: torch.Tensor, held_out: torch.Tensor) -> None:
+        """Refine the chosen way layer by layer, and take what comes out if the held-out rows say so."""
+        states = self.work.states(self.options.offload, REFINED)
+        with self.source.ends() as model:
+            sources = [
+                Stream(self.family, model, part, 1, states.of(f"source-{kind}")).enter()
+                for kind, part in (("text", rows), ("held", held_out))
+            ]
+        folded = [each.fork(states.of(f"folded-{kind}")) for kind, each in enumerate(sources)]
+        done = self.work.restore(states)
+        stop = time.monotonic() + 60 * self.options.refine
+        with self.track("refining", self.source.layers) as advance:
+            advance(done)
+            for index in range(done, self.source.layers):
+                with self.source.layer(index) as layer:
+                    self._refine_layer(layer, index, sources, folded, time.monotonic() < stop)
+                states.keep(index + 1)
+                advance(1)
+        with self.source.ends():
+            (found,) = divergences(sources[1].logits(), [folded[1].logits()])
+        before = self.search[self.ways[self.chosen].label]
+        self.refinement = {"before": before, "after": found}
+        self.refined = found < before
+
+    def _refine_layer(
+        self, layer: Any, index: int, sources: list[Stream], folded: list[Stream], in_time: bool
+    ) -> None:  # fmt: skip
+        attention = getattr(layer, self.family.attention)
+        targets = []
+        for stream in sources:
+            with recorded_outputs(attention) as outputs:
+                stream.through(layer, index)
+            targets.append(outputs)
+        parts, fold = self.family.parts_of(self.source.model, index), self.work.fold(index, self.chosen)
+        with folded_attention(self.family, layer, parts, fold, index, self.source.config) as attention:
+            if in_time:
+                found = refine_output(layer, index, attention, folded, targets)
+                weight = attention.o_proj.weight.detach().to(self.dtype).cpu()
+                fold = replace(
+                    fold, tensors=fold.tensors | {"o_proj.weight": weight}, refined=(found.before, found.after)
+                )
+                self.work.save_layer(index, [fold], REFINED)
+            for stream in folded:
+                stream.through(layer, index)
+
 
 @contextmanager
 def folded_attention(
     family: Family, layer: Any, parts: AttentionParts, fold: FoldedWeights, index: int, config: Any
-) -> Iterator[None]:
+) -> Iterator[FoldedAttention]:
     """Put folded attention into a decoder layer for a while; it computes in the dtype of the layer's own."""
     norms = (copy.deepcopy(parts.query_norm), copy.deepcopy(parts.key_norm))
     with torch.device("meta"):
@@ -180,6 +243,6 @@ def folded_attention(
     own = getattr(layer, family.attention)
     setattr(layer, family.attention, attention.eval())
     try:
-        yield
+        yield attention
     finally:
         setattr(layer, family.attention, own)

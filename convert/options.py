@@ -32,6 +32,7 @@ class ConvertOptions:
         grouping: how heads share a window, one of ``GROUPINGS``. cluster: those share one that lose least by it, instead
             of neighbours.
         calibrate: TEXT. calibrate_tokens: how many of its tokens. calibrate_window: tokens in one go.
+        refine: minutes in which layers may be refined (see ``refine``); 0: not at all.
         balance: λ; None: found by KL from the source on held-out windows of the text.
         cache_dtype: the coarsest dtype that the cache will have; the value map is made to stand its rounding. ``auto``:
             bfloat16, so that the model may be loaded in any dtype, but the weights' own where the fold is exact.
@@ -52,6 +53,7 @@ class ConvertOptions:
     calibrate: str = "docs"
     calibrate_tokens: int = 16384
     calibrate_window: int = 512
+    refine: float = 0.0
     balance: float | None = None
     cache_dtype: str = "auto"
     dtype: str = "auto"
@@ -83,6 +85,10 @@ def check_options(chosen: Method, options: ConvertOptions) -> None:
         raise KvfoldError(f"grouping {options.grouping!r} is unknown: use one of {', '.join(GROUPINGS)}")
     if options.balance is not None and not (math.isfinite(options.balance) and options.balance > 0):
         raise KvfoldError(f"balance {options.balance} is out of range: it is a positive number")
+    if not (math.isfinite(options.refine) and options.refine >= 0):
+        raise KvfoldError(f"{options.refine} minutes to refine are out of range: use 0 or more")
+    if options.refine and not chosen.needs_text:
+        raise KvfoldError(f"method {chosen.name!r} reads no text, which refining needs: use method 'calibrated'")
     if options.dtype != "auto":
         named_dtype(options.dtype)
     if options.cache_dtype not in ("auto", *DTYPES):

@@ -20,7 +20,11 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything needed to make the checkpoint again. ``layers`` has each layer's layout and kept energy."""
+    """Everything needed to make the checkpoint again.
+
+    ``balance_search`` has the KL divergence from the source of each way that was compared, ``way`` the one that was
+    chosen, ``refinement`` the divergence without and with it, ``layers`` each layer's layout, kept energy and errors.
+    """
 
     source: dict[str, Any]
     method: str
@@ -29,6 +33,8 @@ class Recipe:
     cache_bytes_per_token: dict[str, float]
     balance: float | None
     balance_search: dict[str, float]
+    way: dict[str, Any] | None
+    refinement: dict[str, float]
     noise: float
     calibration: dict[str, Any] | None
     dtype: str

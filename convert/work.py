@@ -19,6 +19,8 @@ from ..model import FoldedLayout, KvfoldError
 from .problem import FoldedWeights
 from .writing import disk_errors
 
+FOLDED, REFINED = "layer", "refined"  # stages of a conversion
+
 
 class Work:
     """The folder ``.OUT.unfinished``.
@@ -96,14 +98,14 @@ class Work:
         """Whether there is anything worth going on from."""
         return self.has_layer(0)
 
-    def layer(self, index: int) -> Path:
-        """File of the folded tensors of a layer."""
-        return self.folder / f"layer-{index:05d}.safetensors"
+    def layer(self, index: int, stage: str = FOLDED) -> Path:
+        """File of the folded tensors of a layer, as one of the stages of a conversion leaves them."""
+        return self.folder / f"{stage}-{index:05d}.safetensors"
 
-    def has_layer(self, index: int) -> bool:
-        return self.layer(index).is_file()
+    def has_layer(self, index: int, stage: str = FOLDED) -> bool:
+        return self.layer(index, stage).is_file()
 
-    def save_layer(self, index: int, folds: list[FoldedWeights]) -> None:
+    def save_layer(self, index: int, folds: list[FoldedWeights], stage: str = FOLDED) -> None:
         """Keep a layer, folded in one or several ways; a tensor that they have in common is kept once."""
         tensors = {}
         for name, first in folds[0].tensors.items():
@@ -112,18 +114,31 @@ class Work:
                 tensors[f"all/{name}"] = first
             else:
                 tensors |= {f"{way}/{name}": tensor for way, tensor in enumerate(each)}
-        told = [{"layout": fold.layout.to_dict(), "kept_energy": fold.kept_energy} for fold in folds]
-        _save(self.layer(index), tensors, {"folds": json.dumps(told)})
+        told = [
+            {"layout": fold.layout.to_dict(), "kept_energy": fold.kept_energy, "refined": fold.refined} for fold in folds
+        ]
+        _save(self.layer(index, stage), tensors, {"folds": json.dumps(told)})
 
-    def described(self, index: int, way: int) -> tuple[FoldedLayout, float | None]:
-        """Layout and kept energy of a layer."""
-        with self._whole(), safe_open(self.layer(index), framework="pt") as file:
+    def fold(self, index: int, way: int, stage: str = FOLDED) -> FoldedWeights:
+        """A layer with its tensors."""
+        layout, kept_energy, refined = self.described(index, way, stage)
+        tensors = {name: read() for name, _, read in self.tensors(index, way, stage)}
+        return FoldedWeights(layout, tensors, kept_energy, refined)
+
+    def described(
+        self, index: int, way: int, stage: str = FOLDED
+    ) -> tuple[FoldedLayout, float | None, tuple[float, float] | None]:
+        """Layout and kept energy of a layer, and the errors before and after it was refined."""
+        with self._whole(), safe_open(self.layer(index, stage), framework="pt") as file:
             told = json.loads(file.metadata()["folds"])[way]
-        return FoldedLayout.from_dict(told["layout"]), told["kept_energy"]
+        refined = told["refined"]
+        return FoldedLayout.from_dict(told["layout"]), told["kept_energy"], refined and tuple(refined)
 
-    def tensors(self, index: int, way: int) -> list[tuple[str, list[int], Callable[[], torch.Tensor]]]:
+    def tensors(
+        self, index: int, way: int, stage: str = FOLDED
+    ) -> list[tuple[str, list[int], Callable[[], torch.Tensor]]]:
         """Name, shape and reader of a layer's tensors, folded the ``way``-th way."""
-        path = self.layer(index)
+        path = self.layer(index, stage)
         found: list[tuple[str, list[int], Callable[[], torch.Tensor]]] = []
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (no mapping)
@@ -132,9 +147,11 @@ class Work:
                     found.append((name, file.get_slice(key).get_shape(), partial(_tensor, path, key)))
         return found
 
-    def states(self, offload: bool) -> HiddenStates:
-        """Hidden states that outlive an interruption; with ``offload`` they take no memory."""
-        return OffloadedStates(self.folder) if offload else HiddenStates(self.folder)
+    def states(self, offload: bool, stage: str = FOLDED) -> HiddenStates:
+        """Hidden states of a stage that outlive an interruption; with ``offload`` they take no memory."""
+        folder = self.folder / f"states-{stage}"
+        folder.mkdir(exist_ok=True)
+        return OffloadedStates(folder) if offload else HiddenStates(folder)
 
 
 class HiddenStates:
