@@ -19,11 +19,12 @@ def divergences(
             the same order. advance: shows progress, by rows.
     """
     totals, tokens = [0.0] * len(changed), 0
-    for expected, *found in zip(source, *changed, strict=True):
+    others = [iter(each) for each in changed]
+    for expected in source:
         log = expected.float().log_softmax(-1)
         tokens += log.shape[0] * log.shape[1]
-        for index, logits in enumerate(found):
-            log_found = logits.float().log_softmax(-1)
+        for index, other in enumerate(others):  # one after another: logits are large
+            log_found = next(other).float().log_softmax(-1)
             divergence = torch.nn.functional.kl_div(log_found, log, reduction="sum", log_target=True)
             totals[index] += divergence.item()
         advance(log.shape[0])

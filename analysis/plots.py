@@ -72,3 +72,29 @@ def write_figures(layers: list[LayerRedundancy], folder: Path) -> list[Path]:
         plt.close(figure)
         paths.append(path)
     return paths
+
+
+def cost_curves(curves: list[list[list]], chosen: list[tuple[int, float]], unit: int) -> Figure:
+    """Cost of folding each layer alone against the width of its latent, and the width that was chosen.
+
+    Args:
+        curves: for each layer its measured points ``[width, key heads, cost]``, costs in nats per token.
+        chosen: for each layer width and cost. unit: 2·KV·d, the width of keys and values side by side.
+    """
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    colours = plt.get_cmap("viridis")(np.linspace(0, 0.92, len(curves)))
+    for layer, (points, colour) in enumerate(zip(curves, colours, strict=True)):
+        best: dict[int, float] = {}
+        for width, _, cost in points:
+            best[width] = min(cost, best.get(width, cost))
+        widths = sorted(best)
+        costs = [max(best[width], 1e-6) for width in widths]
+        axes.plot([width / unit for width in widths], costs, "-", color=colour, linewidth=1, alpha=0.7)
+        width, cost = chosen[layer]
+        axes.plot(width / unit, max(cost, 1e-6), "o", color=colour, markersize=5)
+    axes.set(xlabel="cache fraction of the layer", ylabel="KL from the source, nats/token", yscale="log")
+    axes.set_title("Cost of folding each layer alone, and what the plan gives it")
+    axes.grid(alpha=0.3)
+    bar = figure.colorbar(plt.cm.ScalarMappable(plt.Normalize(0, max(len(curves) - 1, 1)), "viridis"), ax=axes)
+    bar.set_label("layer")
+    return figure

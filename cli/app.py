@@ -16,9 +16,10 @@ from .demo import demo
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
+from .plan import plan
 
 INTERRUPTED = 130  # the shell's status for Ctrl-C, which typer returns
-COMMANDS = (analyze, convert, export, evaluate, generate, demo)
+COMMANDS = (analyze, plan, convert, export, evaluate, generate, demo)
 
 app = typer.Typer(
     name="kvfold",

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
-from typing import Annotated
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .options import TEXT_HELP, AllowPickle, Device, Dtype, Json, Model, Revision, Seed, Token
 from .output import check_json, console, track, write_json
+
+if TYPE_CHECKING:
+    from ..convert.conversion import Conversion
+    from ..convert.options import ConvertOptions
+    from ..convert.recipe import Recipe
+
+EVALUATE_WINDOW, EVALUATE_WINDOWS = 512, 12  # as kvfold evaluate has them
 
 
 def convert(
@@ -44,9 +51,18 @@ def convert(
         str, typer.Option(metavar="TEXT", help=f"{TEXT_HELP}, or self (the model writes it); of docs the first half.")
     ] = "docs",
     calibrate_tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.")] = 16384,
-    calibrate_window: Annotated[int, typer.Option(help="Tokens the model reads in one go.")] = 512,
+    calibrate_window: Annotated[
+        int | None, typer.Option(help="Tokens the model reads in one go. Default: up to 2,048, a sixth of all.")
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Obey a plan (see kvfold plan) instead of one fraction for all.")
+    ] = None,
+    auto_plan: Annotated[
+        bool, typer.Option("--auto-plan", help="Measure each layer's cost first, and give width where it helps most.")
+    ] = False,
     refine: Annotated[
-        float, typer.Option(metavar="MINUTES", help="Then fit each layer's output to the source's, for at most so long.")
+        float,
+        typer.Option(metavar="MINUTES", help="Then fit each layer's output to the source's, for at most so long."),
     ] = 0.0,
     balance: Annotated[
         float | None, typer.Option(help="λ, weight of values against keys. Default: found by KL on held-out text.")
@@ -54,6 +70,9 @@ def convert(
     cache_dtype: Annotated[
         str, typer.Option(help="Coarsest dtype the cache will have; the fold is made to stand its rounding.")
     ] = "auto",
+    evaluate: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Then measure the perplexity of OUT and MODEL on this text.")
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of the weight files.")] = "5GB",
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep the calibration text's hidden states on disk, not in memory.")
@@ -75,10 +94,13 @@ def convert(
     Example: kvfold convert HuggingFaceTB/SmolLM2-135M-Instruct folded/ --cache-fraction 0.5
     """
     from ..analysis.hub import Access
+    from ..analysis.text import TextSource
     from ..convert.conversion import convert as run
     from ..convert.options import ConvertOptions
 
     check_json(json, model, out)
+    if evaluate is not None:
+        TextSource(evaluate)
     options = ConvertOptions(
         method=method,
         cache_fraction=cache_fraction,
@@ -91,6 +113,8 @@ def convert(
         calibrate=calibrate,
         calibrate_tokens=calibrate_tokens,
         calibrate_window=calibrate_window,
+        plan=plan,
+        auto_plan=auto_plan,
         refine=refine,
         balance=balance,
         cache_dtype=cache_dtype,
@@ -119,5 +143,34 @@ def convert(
             highlight=False,
             soft_wrap=True,
         )
+    if recipe.refinement:
+        refined = recipe.refinement
+        taken = "refined" if refined["after"] < refined["before"] else "not refined: it would be no better"
+        console.print(f"{taken}: KL {refined['before']:.4f} → {refined['after']:.4f} nats/token", highlight=False)
+    if evaluate is not None:
+        recipe = _evaluate(model, result, evaluate, options)
     console.print(f"written to {result.out} (recipe in kvfold.json)", highlight=False, soft_wrap=True)
     write_json(json, asdict(recipe) | {"out": str(result.out)})
+
+
+def _evaluate(model: str, result: Conversion, text: str, options: ConvertOptions) -> Recipe:
+    """Perplexity of the source and of what came out, also for its recipe and model card."""
+    from ..analysis.perplexity import evaluate as measure
+
+    settings = (text, EVALUATE_WINDOW, EVALUATE_WINDOWS, options.dtype, options.device, track)
+    (source,), (folded,) = measure([model], *settings, options.access), measure([str(result.out)], *settings)
+    console.print(
+        f"measured on {text}: perplexity {source.perplexity:.2f} → {folded.perplexity:.2f}, ratio "
+        f"{folded.perplexity / source.perplexity:.3f}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    recipe = replace(
+        result.recipe,
+        evaluation={
+            "text": text, "window": EVALUATE_WINDOW, "tokens": folded.tokens, "source": source.perplexity,
+            "folded": folded.perplexity,
+        },
+    )  # fmt: skip
+    recipe.write(result.out)
+    return recipe

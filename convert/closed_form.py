@@ -149,8 +149,7 @@ def _own(problem: LayerProblem, heads: list[int], width: int) -> PartFold:
             left = residual(torch.cat(outside), windows, root, noise, traits.latent_bias)
             lefts = left.split([len(rows) for rows in outside])
             weighted = [
-                layer.key_root[head][:, rest] @ rows
-                for head, (_, rest), rows in zip(heads, orders, lefts, strict=True)
+                layer.key_root[head][:, rest] @ rows for head, (_, rest), rows in zip(heads, orders, lefts, strict=True)
             ]
             parts = [*weighted, kept.factor * parts[0]]
         rest = torch.cat(parts)

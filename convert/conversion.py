@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..analysis.hub import quiet
-from ..analysis.loading import DTYPES, Location, load, load_tokenizer, locate
+from ..analysis.loading import DTYPES, Location, locate
 from ..analysis.progress import Track, silent
 from ..analysis.text import CALIBRATE, TextSource
 from ..model import Family, FoldedLayout, KvfoldError
@@ -21,6 +20,9 @@ from ..model.family import FORMAT
 from .folding import Folding
 from .methods import method
 from .options import ConvertOptions, check_options
+from .plan import Plan
+from .planning import PlanOptions, plan_source
+from .reading import calibration_tokens, staged
 from .recipe import Recipe, describe_source
 from .shards import Tensor, shard_bytes, write_shards
 from .source import LazySource, Stored, finite
@@ -52,16 +54,25 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
     work = Work(target, _settings(location, options), options.resume)
     try:
         with disk_errors(target):
-            source = LazySource(_staged(location, options, work), options.device)
+            source = LazySource(staged(location, work.folder / "source", options.dtype, options.access), options.device)
             require_room(target, _room(source, options))
-            folding = Folding(source, chosen, options, work, track)
-            if text is None:
+            described = describe_source(path, location.folder, source.config)
+            tokens = None
+            if text is not None:
+                tokens = calibration_tokens(
+                    text, location, source, options.calibrate_tokens, options.seed, options.dtype, options.access
+                )
+            plan = _plan(path, source, described, tokens, options, work, track)
+            folding = Folding(source, chosen, options, work, track, plan)
+            if tokens is None:
                 folding.without_text()
             else:
-                folding.with_text(_tokens(text, location, source, options))
+                folding.with_text(tokens)
             with whole_folder(target) as folder:
                 _write(folder, source, folding, options, track)
-                recipe = _recipe(path, location, source, folding, options, time.monotonic() - started)
+                recipe = _recipe(described, folding, options, time.monotonic() - started)
+                if plan is not None:
+                    plan.write(folder / "plan.yaml")
                 recipe.write(folder)
     except BaseException as error:
         # What was done is worth keeping unless it was asked for in vain.
@@ -85,30 +96,21 @@ def _settings(location: Location, options: ConvertOptions) -> dict[str, Any]:
     return entries | {"source": str(location.folder), "files": files}
 
 
-def _staged(location: Location, options: ConvertOptions, work: Work) -> Location:
-    """A checkpoint in safetensors: the source itself, or what a GGUF file or pickles hold, written down."""
-    if not (location.gguf or location.pickled):
-        return location
-    folder = work.folder / "source"
-    if not folder.is_dir():
-        checkpoint = load(location.path, options.dtype, access=options.access)
-        with quiet(), whole_folder(folder) as partial:
-            checkpoint.model.save_pretrained(partial)
-            if checkpoint.tokenizer is not None:
-                checkpoint.tokenizer.save_pretrained(partial)
-            copy_beside(location.folder, partial, tokenizer=not location.gguf)
-        del checkpoint
-        gc.collect()
-    return locate(str(folder))
-
-
-def _tokens(text: TextSource, location: Location, source: LazySource, options: ConvertOptions) -> torch.Tensor:
-    """The calibration text. Only to write it itself the whole model is loaded."""
-    tokenizer = load_tokenizer(source.location)
-    model = None
-    if options.calibrate == "self":
-        model = load(location.path, options.dtype, options.device, options.access).model
-    return text.tokens(tokenizer, options.calibrate_tokens, model, options.seed)
+def _plan(
+    path: str, source: LazySource, described: dict[str, Any], tokens: torch.Tensor | None, options: ConvertOptions,
+    work: Work, track: Track,
+) -> Plan | None:  # fmt: skip
+    """The plan to be obeyed: that of the user, or one made now (or before an interruption)."""
+    if options.auto_plan and tokens is not None:
+        made = work.folder / "plan.yaml"
+        if not made.is_file():
+            plan_source(source, described, tokens, PlanOptions(options), track).write(made)
+        return Plan.read(str(made))
+    if options.plan is None:
+        return None
+    plan = Plan.read(options.plan)
+    plan.require_for(path, described, source.layers)
+    return plan
 
 
 def _room(source: LazySource, options: ConvertOptions) -> int:
@@ -166,16 +168,14 @@ def folded_config(family: Family, config: Any, layouts: list[FoldedLayout]) -> A
     return folded
 
 
-def _recipe(
-    path: str, location: Location, source: LazySource, folding: Folding, options: ConvertOptions, seconds: float
-) -> Recipe:
+def _recipe(described: dict[str, Any], folding: Folding, options: ConvertOptions, seconds: float) -> Recipe:
     """The record of the conversion."""
-    described = folding.described()
+    layers = folding.described()
     size = folding.dtype.itemsize
-    folded_bytes = sum(layout.latent_width for layout, *_ in described) * size
+    folded_bytes = sum(layout.latent_width for layout, *_ in layers) * size
     source_bytes = sum(2 * traits.key_value_heads * traits.head_dim for traits in folding.traits) * size
     return Recipe(
-        source=describe_source(path, location.folder, source.config),
+        source=described,
         method=folding.method.name,
         span=folding.span,
         cache_fraction=folded_bytes / source_bytes,
@@ -183,6 +183,7 @@ def _recipe(
         balance=folding.balance,
         balance_search=folding.search,
         way=folding.way,
+        planned=folding.plan is not None,
         refinement=folding.refinement,
         noise=max(folding.noise),
         calibration=folding.calibration,
@@ -192,7 +193,7 @@ def _recipe(
             layout.to_dict()
             | ({} if kept is None else {"kept_energy": kept})
             | ({} if refined is None else {"refined": refined})
-            for layout, kept, refined in described
+            for layout, kept, refined in layers
         ],
         seconds=round(seconds, 1),
     )

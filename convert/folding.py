@@ -18,7 +18,8 @@ from ..analysis.moments import moments_of_layer, windows
 from ..analysis.progress import Track
 from ..analysis.streaming import Stream
 from ..model import AttentionParts, Family, FoldedAttention, FoldedLayout, KvfoldError
-from .options import ConvertOptions, cache_dtype, check_heads, latent_width, rounding_noise
+from .plan import Plan
+from .options import ConvertOptions, cache_dtype, calibration_window, check_heads, latent_width, rounding_noise
 from .problem import FoldedWeights, LayerProblem, Method
 from .refine import recorded_outputs, refine_output
 from .source import LazySource
@@ -39,11 +40,13 @@ class Folding:
     """
 
     def __init__(
-        self, source: LazySource, method: Method, options: ConvertOptions, work: Work, track: Track
+        self, source: LazySource, method: Method, options: ConvertOptions, work: Work, track: Track,
+        plan: Plan | None = None,
     ) -> None:  # fmt: skip
         self.source, self.method, self.options, self.work, self.track = source, method, options, work, track
         self.family = source.family
-        self.span = options.span or ("head" if method.half_only else "all")
+        self.plan = plan
+        self.span = plan.span if plan else options.span or ("head" if method.half_only else "all")
         self.chosen = 0
         self.refined = False
         self.refinement: dict[str, float] = {}
@@ -51,13 +54,30 @@ class Folding:
         self.calibration: dict[str, Any] | None = None
         self.traits = self.family.traits_of(source.model)
         check_heads(self.traits, options, self.span)
-        self.widths = [latent_width(traits, options, self.span) for traits in self.traits]
+        self.widths = [
+            latent_width(traits, self._of_layer(index), self.span) for index, traits in enumerate(self.traits)
+        ]
         self.ways: list[Way] = ways(options, self.traits, self.widths, compared=False)
         self.dtype = source.dtype if options.dtype == "auto" else DTYPES[options.dtype]
         self.noise = [
             rounding_noise(cache_dtype(options, traits, width, self.dtype))
             for traits, width in zip(self.traits, self.widths, strict=True)
         ]
+
+    def _of_layer(self, index: int) -> ConvertOptions:
+        """The options as they are for one layer."""
+        if self.plan is None:
+            return self.options
+        planned, traits = self.plan.layers[index], self.traits[index]
+        options = replace(
+            self.options, cache_fraction=None, latent_width=planned.latent_width, key_heads=planned.key_heads
+        )
+        try:
+            check_heads([traits], options, self.span)
+            latent_width(traits, options, self.span)
+        except KvfoldError as error:
+            raise KvfoldError(f"plan, layer {index}: {error}") from error
+        return options
 
     @property
     def balance(self) -> float | None:
@@ -120,8 +140,7 @@ class Folding:
     def _rows(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows to calibrate on, and rows to compare balances on (none, where there is nothing to compare)."""
         options = self.options
-        longest = getattr(self.source.config, "max_position_embeddings", None) or options.calibrate_window
-        window = min(options.calibrate_window, longest)
+        window = calibration_window(options, self.source.config)
         if len(tokens) < 2 * window:
             raise KvfoldError(
                 f"text {options.calibrate!r} is too short to calibrate on: {len(tokens)} tokens, use {2 * window} or "
@@ -160,7 +179,7 @@ class Folding:
                 way.through(layer, index)
 
     def _fold(self, index: int, parts: AttentionParts, weighted: WeightedLayer) -> list[FoldedWeights]:
-        width = self.widths[index]
+        width, options = self.widths[index], self._of_layer(index)
         return [
             self.method.fold(
                 LayerProblem(
@@ -169,7 +188,7 @@ class Folding:
                     weighted,
                     width,
                     self.span,
-                    windows_for(weighted, width, self.span, way, self.options),
+                    windows_for(weighted, width, self.span, replace(way, key_heads=options.key_heads), options),
                     way.balance,
                     self.noise[index],
                     self.dtype,

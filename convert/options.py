@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,9 @@ from ..model import AttentionTraits, KvfoldError
 from ..model.layout import SPANS
 from .problem import Method
 from .writing import require_shard_size
+
+LONGEST_WINDOW = 2048  # tokens; the attention weights of a window are held as a matrix
+WINDOWS = 6  # at least, where the window's length is not given
 
 GROUPINGS = ("aligned", "mean")
 
@@ -31,7 +35,9 @@ class ConvertOptions:
         key_heads: key windows of a layer, shared by its KV heads; None: each KV head has its own.
         grouping: how heads share a window, one of ``GROUPINGS``. cluster: those share one that lose least by it, instead
             of neighbours.
-        calibrate: TEXT. calibrate_tokens: how many of its tokens. calibrate_window: tokens in one go.
+        plan: file with each layer's width (see ``plan``), instead of F or R. auto_plan: make one first.
+        calibrate: TEXT. calibrate_tokens: how many of its tokens. calibrate_window: tokens in one go; None: as many as
+            leave some windows to average over, up to ``LONGEST_WINDOW``.
         refine: minutes in which layers may be refined (see ``refine``); 0: not at all.
         balance: λ; None: found by KL from the source on held-out windows of the text.
         cache_dtype: the coarsest dtype that the cache will have; the value map is made to stand its rounding. ``auto``:
@@ -50,9 +56,11 @@ class ConvertOptions:
     key_heads: int | None = None
     grouping: str = "aligned"
     cluster: bool = False
+    plan: str | None = None
+    auto_plan: bool = False
     calibrate: str = "docs"
     calibrate_tokens: int = 16384
-    calibrate_window: int = 512
+    calibrate_window: int | None = None
     refine: float = 0.0
     balance: float | None = None
     cache_dtype: str = "auto"
@@ -78,7 +86,9 @@ def check_options(chosen: Method, options: ConvertOptions) -> None:
     if options.cache_fraction is not None and not 0 < options.cache_fraction <= 1:
         raise KvfoldError(f"cache fraction {options.cache_fraction} is out of range: above 0, at most 1")
     if chosen.half_only and (options.key_heads is not None or options.rotary_pairs != "auto"):
-        raise KvfoldError(f"method {chosen.name!r} keeps the keys' windows as they are: leave out --key-heads, --rotary-pairs")
+        raise KvfoldError(
+            f"method {chosen.name!r} keeps the keys' windows as they are: leave out --key-heads, --rotary-pairs"
+        )
     if isinstance(options.rotary_pairs, str) and options.rotary_pairs != "auto":
         raise KvfoldError(f"rotary pairs {options.rotary_pairs!r} make no sense: give a number, or auto")
     if options.grouping not in GROUPINGS:
@@ -94,11 +104,32 @@ def check_options(chosen: Method, options: ConvertOptions) -> None:
     if options.cache_dtype not in ("auto", *DTYPES):
         raise KvfoldError(f"cache dtype {options.cache_dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
     require_shard_size(options.max_shard_size)
-    if options.calibrate_tokens < 2 * options.calibrate_window:
+    if options.plan is not None and (other_width or options.cache_fraction or options.span or options.key_heads):
+        raise KvfoldError("the plan says widths, span and key heads: leave out the other options for them")
+    if options.plan is not None and options.auto_plan:
+        raise KvfoldError("give a plan or have one made, not both")
+    if (options.plan is not None or options.auto_plan) and chosen.half_only:
+        raise KvfoldError(f"method {chosen.name!r} has no widths to plan")
+    if options.auto_plan and (options.latent_width is not None or not chosen.needs_text):
+        raise KvfoldError("an automatic plan needs a cache fraction, and text to measure on (method 'calibrated')")
+    window = _window(options)
+    if options.calibrate_tokens < 2 * window:
         raise KvfoldError(
-            f"{options.calibrate_tokens} calibration tokens are too few: use {2 * options.calibrate_window} or more "
-            f"(windows of {options.calibrate_window})"
+            f"{options.calibrate_tokens} calibration tokens are too few: use {2 * window} or more (windows of {window})"
         )
+
+
+def _window(options: ConvertOptions) -> int:
+    if options.calibrate_window is not None:
+        return options.calibrate_window
+    affordable = max(options.calibrate_tokens // WINDOWS, 64)
+    return min(LONGEST_WINDOW, 1 << (affordable.bit_length() - 1))
+
+
+def calibration_window(options: ConvertOptions, config: Any) -> int:
+    """Tokens of the calibration text that a model of this config reads in one go."""
+    window = _window(options)
+    return min(window, getattr(config, "max_position_embeddings", None) or window)
 
 
 def check_heads(layers: Sequence[AttentionTraits], options: ConvertOptions, span: str) -> None:
@@ -115,7 +146,9 @@ def check_heads(layers: Sequence[AttentionTraits], options: ConvertOptions, span
         if options.key_heads in (None, heads):
             continue
         if traits.query_norm or traits.key_norm:
-            raise KvfoldError("its queries or keys are normed, so heads cannot share key windows: leave out --key-heads")
+            raise KvfoldError(
+                "its queries or keys are normed, so heads cannot share key windows: leave out --key-heads"
+            )
         if span == "head" and (traits.rotary_dim < traits.head_dim or options.rotary_pairs not in ("auto", pairs)):
             raise KvfoldError("with span 'head', heads can share whole windows only: use span 'all'")
 

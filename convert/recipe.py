@@ -24,6 +24,7 @@ class Recipe:
 
     ``balance_search`` has the KL divergence from the source of each way that was compared, ``way`` the one that was
     chosen, ``refinement`` the divergence without and with it, ``layers`` each layer's layout, kept energy and errors.
+    ``evaluation`` is the perplexity of source and result, where it was measured.
     """
 
     source: dict[str, Any]
@@ -34,6 +35,7 @@ class Recipe:
     balance: float | None
     balance_search: dict[str, float]
     way: dict[str, Any] | None
+    planned: bool
     refinement: dict[str, float]
     noise: float
     calibration: dict[str, Any] | None
@@ -41,6 +43,7 @@ class Recipe:
     seed: int
     layers: list[dict[str, Any]]
     seconds: float
+    evaluation: dict[str, Any] | None = None
     format: int = FORMAT
     versions: dict[str, str] = field(default_factory=lambda: versions())
 

@@ -149,7 +149,9 @@ def _first_windows(
     for window in which:
         pairs, group = list(windows.pairs[window]), list(windows.groups[window])
         if windows.aligned:
-            weighted = scales[group][:, pairs, None] * torch.complex(keys[group][:, pairs], keys[group][:, half:][:, pairs])
+            weighted = scales[group][:, pairs, None] * torch.complex(
+                keys[group][:, pairs], keys[group][:, half:][:, pairs]
+            )
             by_pair = weighted.transpose(0, 1)  # [p, n, D + 1]
             main = torch.linalg.eigh(by_pair @ by_pair.mH)[1][..., -1].T  # [n, p]
             coefficients = main.conj() * scales[group][:, pairs]

@@ -43,16 +43,23 @@ class Way:
         return asdict(self)
 
 
-def ways(options: ConvertOptions, layers: Sequence[AttentionTraits], widths: Sequence[int], compared: bool) -> list[Way]:
+def ways(
+    options: ConvertOptions, layers: Sequence[AttentionTraits], widths: Sequence[int], compared: bool
+) -> list[Way]:
     """The ways to be compared; one, where the options leave no choice or there is no text to compare on."""
     narrow = any(
         width < full_width(traits, options) for traits, width in zip(layers, widths, strict=True)
     ) and not isinstance(options.rotary_pairs, int)
     if not compared:
-        return [Way(options.balance or DEFAULT_BALANCE, FILLS[-1] if narrow else 1.0, options.key_heads)]
+        return [plain_way(options, options.key_heads)]
     balances = (options.balance,) if options.balance is not None else NARROW_BALANCES if narrow else BALANCES
     fills = FILLS if narrow else (1.0,)
     return [Way(balance, fill, options.key_heads) for fill in fills for balance in balances]
+
+
+def plain_way(options: ConvertOptions, key_heads: int | None) -> Way:
+    """The way to fold a layer where nothing is compared."""
+    return Way(options.balance or DEFAULT_BALANCE, 1.0, key_heads)
 
 
 def windows_for(layer: WeightedLayer, width: int, span: str, way: Way, options: ConvertOptions) -> Windows:

@@ -115,7 +115,8 @@ class Work:
             else:
                 tensors |= {f"{way}/{name}": tensor for way, tensor in enumerate(each)}
         told = [
-            {"layout": fold.layout.to_dict(), "kept_energy": fold.kept_energy, "refined": fold.refined} for fold in folds
+            {"layout": fold.layout.to_dict(), "kept_energy": fold.kept_energy, "refined": fold.refined}
+            for fold in folds
         ]
         _save(self.layer(index, stage), tensors, {"folds": json.dumps(told)})
 

@@ -23,6 +23,7 @@ from kvfold.convert.conversion import convert
 from kvfold.convert.options import ConvertOptions, rounding_noise
 from kvfold.convert.problem import LayerProblem
 from kvfold.convert.source import LazySource
+from kvfold.convert.windows import full_windows
 from kvfold.convert.work import Work
 from kvfold.model import KvfoldError, family_of
 
@@ -115,7 +116,7 @@ def test_one_conversion_at_a_time(
 ) -> None:
     save, refused = Work.save_layer, []
 
-    def begin_another(self: Work, index: int, folds: Any) -> None:
+    def begin_another(self: Work, index: int, folds: Any, stage: str = "layer") -> None:
         for resume in (False, True):
             with pytest.raises(KvfoldError, match=r"another conversion to .* is under way"):
                 convert(str(source), str(tmp_path / "out"), replace(options, resume=resume))
@@ -128,7 +129,9 @@ def test_one_conversion_at_a_time(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("damaged", ["settings.json", "layer-00001.safetensors", "state-00002.safetensors"])
+@pytest.mark.parametrize(
+    "damaged", ["settings.json", "layer-00001.safetensors", "states-layer/state-00002.safetensors"]
+)
 def test_damaged_remains_are_said_and_left_behind(
     source: Path, tmp_path: Path, options: ConvertOptions, monkeypatch: pytest.MonkeyPatch, damaged: str
 ) -> None:
@@ -188,7 +191,8 @@ def test_result_is_that_of_the_whole_model(
     for index, moments in enumerate(collect_moments(whole.model, tokens.view(-1, 64))):
         parts = family.parts_of(whole.model, index)
         problem = LayerProblem(
-            parts.weights, parts.traits, weigh(parts, moments), 16, "all", 0.1, noise, torch.float32
+            parts.weights, parts.traits, weigh(parts, moments), 16, "all", full_windows(parts.traits), 0.1,
+                noise, torch.float32
         )  # fmt: skip
         family.attentions(folded)[index].load_state_dict(fold(problem).tensors)
     assert relative(found, folded(ids).logits) < 1e-5
