@@ -64,11 +64,14 @@ def windows(tokens: torch.Tensor, window: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def collect_moments(model: Any, rows: torch.Tensor, batch: int = 2, track: Track = silent) -> list[LayerMoments]:
+def collect_moments(
+    model: Any, rows: torch.Tensor, batch: int | None = None, track: Track = silent
+) -> list[LayerMoments]:
     """Statistics of every layer while ``model`` reads ``rows``.
 
     Args:
-        model: a causal-LM model of a supported family. rows: token ids ``[rows, window]``. batch: rows a pass.
+        model: a causal-LM model of a supported family. rows: token ids ``[rows, window]``. batch: rows a pass, see
+            ``Stream``.
         track: shows progress.
     """
     family = family_of(model.config)
@@ -131,7 +134,9 @@ class _Collector:
             for query in range(head * self.group, (head + 1) * self.group):
                 p = weights[:, query]
                 mean.append((p @ ones).flatten(0, 1))
-                squared = p.square() * _effect(p, value[:, head] @ self.roots[query]) * sensitivity[:, head, None]
+                squared = _effect(p, value[:, head] @ self.roots[query]).mul_(p).mul_(p)
+                if self.parts.key_norm is not None:
+                    squared.mul_(sensitivity[:, head, None])
                 importance += squared.sum(1)
                 effect += squared.sum(0)
             flat, pool = torch.cat(mean), pool_of(head, self.kv, self.pools)
@@ -177,13 +182,16 @@ class _Collector:
 def _effect(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """|v_k − o_q|² with o = p·v: ``[batch, q, k]`` from ``p`` ``[batch, q, k]`` and ``value`` ``[batch, k, d]``."""
     output = p @ value
-    cross = output @ value.transpose(1, 2)
-    return (value.square().sum(-1)[:, None] - 2 * cross + output.square().sum(-1)[:, :, None]).clamp(min=0)
+    sizes = value.square().sum(-1)[:, None] + output.square().sum(-1)[:, :, None]
+    # In place: these are by far the largest matrices of a layer, and memory is what they wait for.
+    return sizes.baddbmm_(output, value.transpose(1, 2), alpha=-2).clamp_(min=0)
 
 
 def _by_distance(effect: torch.Tensor) -> torch.Tensor:
     """Sum ``[q, k]`` over the diagonals q − k = 0, 1, …: ``[tokens]``."""
     tokens = len(effect)
-    position = torch.arange(tokens, device=effect.device)
-    distance = (position[:, None] - position).clamp(min=0)
-    return effect.new_zeros(tokens).scatter_add_(0, distance.flatten(), effect.tril().flatten())
+    # Rows of 2·tokens numbers, read as rows of one number more: each begins one earlier than the row before, so that
+    # column k − q (counted from the end where q > k) is a diagonal.
+    padded = torch.nn.functional.pad(effect, (0, tokens)).flatten()
+    sums = torch.nn.functional.pad(padded, (0, tokens)).view(tokens, 2 * tokens + 1).sum(0)
+    return torch.cat((sums[:1], sums[tokens + 2 :].flip(0)))

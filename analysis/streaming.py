@@ -13,6 +13,8 @@ from torch import nn
 from ..model import Family, FoldedAttention
 from ..model.rotary import TABLE_LAYOUTS
 
+TOKENS_AT_ONCE = 1024
+
 
 class States(Protocol):
     """Keeps the hidden states of each batch of rows, ``[batch, window, D]``."""
@@ -35,15 +37,16 @@ class Stream:
 
     Args:
         family, model: a causal-LM model; its decoder layers need not hold weights, all else must for ``enter`` and
-            ``logits``. rows: token ids ``[rows, window]``. batch: rows that go through a layer together.
+            ``logits``. rows: token ids ``[rows, window]``. batch: rows that go through a layer together; None: about
+            ``TOKENS_AT_ONCE`` tokens.
         states: where hidden states are kept; None: in memory.
     """
 
     def __init__(
-        self, family: Family, model: Any, rows: torch.Tensor, batch: int = 2, states: States | None = None
+        self, family: Family, model: Any, rows: torch.Tensor, batch: int | None = None, states: States | None = None
     ) -> None:
         self.family, self.model, self.rows = family, model, rows
-        self.batches = list(rows.split(batch))
+        self.batches = list(rows.split(batch or max(1, TOKENS_AT_ONCE // rows.shape[1])))
         self.states: Any = {} if states is None else states
         self._calls: dict[int, list[_Call]] = {}
 
@@ -80,14 +83,17 @@ class Stream:
             self.states[number] = (out[0] if isinstance(out, tuple) else out).cpu()
             advance(len(ids))
 
-    @torch.inference_mode()
     def logits(self) -> Iterator[torch.Tensor]:
         """The model's logits for the hidden states after the last layer, ``[batch, window, vocabulary]`` a batch."""
-        for number, ids in enumerate(self.batches):
-            given = _Given(self.states[number])
-            with _replaced_layers(self.family, self.model, lambda index, given=given: given):  # type: ignore[misc]
-                logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
-            yield logits
+        # No name, and no decorator of this generator, may hold on to them: many streams wait here, and logits are large.
+        for number in range(len(self.batches)):
+            yield self._logits(number)
+
+    @torch.inference_mode()
+    def _logits(self, number: int) -> torch.Tensor:
+        given = _Given(self.states[number])
+        with _replaced_layers(self.family, self.model, lambda index: given):
+            return self.model(input_ids=self.batches[number].to(self.model.device), use_cache=False).logits
 
 
 class _Recorder(nn.Module):

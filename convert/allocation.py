@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-LEAST_COST = 1e-9  # nats; measured costs below are rounding
+LEAST_COST = 1e-6  # nats; measured costs below are rounding
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def interpolate(points: Sequence[tuple[int, float]], width: int) -> float:
     for at, cost in points:
         least = min(least, max(cost, LEAST_COST))
         falling.append((at, math.log(least)))
-    for (left, low), (right, high) in zip(falling, falling[1:], strict=False):
+    for (left, low), (right, high) in pairwise(falling):
         if left <= width <= right:
             return math.exp(low + (high - low) * (width - left) / (right - left))
     return math.exp(falling[0][1] if width < falling[0][0] else falling[-1][1])
@@ -55,7 +56,7 @@ def allocate(curves: Sequence[Sequence[CostPoint]], budget: int, step: int) -> l
     hulls = [_hull(_grid(points, step)) for points in curves]
     chosen = [0] * len(hulls)
     spent = sum(hull[0].width for hull in hulls)
-    stuck = set()
+    stuck: set[int] = set()
     while len(stuck) < len(hulls):
         layer = max(
             (each for each in range(len(hulls)) if each not in stuck), key=lambda each: _saving(hulls, chosen, each)

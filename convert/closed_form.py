@@ -18,7 +18,8 @@ class PartFold:
     """A latent for some KV heads: maps of x̃ to its windows and its further columns, and the values read out of it.
 
     Shapes (n heads, w columns of windows): windows ``[w, D + 1]``, extra ``[e, D + 1]``, values ``[n·d, w + e]`` and
-    their constant ``[n·d]``. All float64. ``factors``: see ``sharing``, or None. ``kept`` of the joint ``energy`` is in it.
+    their constant ``[n·d]``. All float64. ``kept`` of the joint ``energy`` is in it. ``factors``: see ``sharing``, or
+    None.
     """
 
     windows: torch.Tensor
@@ -64,11 +65,8 @@ def fold(problem: LayerProblem) -> FoldedWeights:
     energy = sum(part.energy for part in folds)
     share = sum(part.kept for part in folds) / energy if energy > 0 else 1.0  # there may be nothing to lose
     latent = Latent(maps, key_map, constant=torch.cat(constants), factors=factors)
-    if span == "head":
-        latent = replace(latent, head_maps=list(values))
-    else:
-        latent = replace(latent, value_map=torch.cat(values))
-    return replace(assemble(problem, latent), kept_energy=share)
+    read = {"head_maps": list(values)} if span == "head" else {"value_map": torch.cat(values)}
+    return replace(assemble(problem, replace(latent, **read)), kept_energy=share)
 
 
 def _query_factors(
@@ -114,10 +112,7 @@ def fold_part(problem: LayerProblem, windows: list[int], width: int) -> PartFold
     """
     layer, plan = problem.weighted, problem.windows
     heads = sorted(head for window in windows for head in plan.groups[window])
-    if plan.shared:
-        part = _shared(problem, windows, heads, width)
-    else:
-        part = _own(problem, heads, width)
+    part = _shared(problem, windows, heads, width) if plan.shared else _own(problem, heads, width)
     latent = torch.cat((part.windows, part.extra)) if len(part.extra) else part.windows
     affine, pools = layer.traits.value_constant(problem.span), len(layer.value_moment_roots)
     fitted = []

@@ -18,8 +18,8 @@ from ..analysis.moments import moments_of_layer, windows
 from ..analysis.progress import Track
 from ..analysis.streaming import Stream
 from ..model import AttentionParts, Family, FoldedAttention, FoldedLayout, KvfoldError
-from .plan import Plan
 from .options import ConvertOptions, cache_dtype, calibration_window, check_heads, latent_width, rounding_noise
+from .plan import Plan
 from .problem import FoldedWeights, LayerProblem, Method
 from .refine import recorded_outputs, refine_output
 from .source import LazySource

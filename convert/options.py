@@ -33,8 +33,8 @@ class ConvertOptions:
         rotary_pairs: frequency pairs that stay rotated, per window on average; ``auto``: as many as fit, or what is
             found by KL from the source.
         key_heads: key windows of a layer, shared by its KV heads; None: each KV head has its own.
-        grouping: how heads share a window, one of ``GROUPINGS``. cluster: those share one that lose least by it, instead
-            of neighbours.
+        grouping: how heads share a window, one of ``GROUPINGS``. cluster: those that lose least by it share one, not
+            neighbours.
         plan: file with each layer's width (see ``plan``), instead of F or R. auto_plan: make one first.
         calibrate: TEXT. calibrate_tokens: how many of its tokens. calibrate_window: tokens in one go; None: as many as
             leave some windows to average over, up to ``LONGEST_WINDOW``.

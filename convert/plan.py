@@ -1,4 +1,4 @@
-"""A plan: how wide each layer's latent is to be, and how many key windows it has, so that a cache budget costs least."""
+"""A plan: how wide each layer's latent is to be, and its number of key windows, so that a cache budget costs least."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Plan:
             raise KvfoldError(f"{path} is not a plan of format {FORMAT}: make one with kvfold plan")
         try:
             layers = [LayerPlan(**layer) for layer in entries["layers"]]
-            told = (entries[name] for name in ("source", "cache_fraction", "span", "full_width", "uniform_cost"))
-            plan = cls(*told, layers, entries.get("curves"))
+            told = {name: entries[name] for name in ("source", "cache_fraction", "span", "full_width", "uniform_cost")}
+            plan = cls(**told, layers=layers, curves=entries.get("curves"))
         except (KeyError, TypeError) as error:
             raise KvfoldError(f"plan {path} is damaged: {error}") from error
         for number, layer in enumerate(layers):

@@ -15,16 +15,16 @@ from ..analysis.progress import Track, silent
 from ..analysis.text import CALIBRATE, TextSource
 from ..model import AttentionTraits, KvfoldError
 from .allocation import CostPoint, allocate, interpolate
+from .calibrated import CALIBRATED
 from .costs import measure_costs
 from .options import ConvertOptions, calibration_window, check_heads, check_options, least_width
-from .calibrated import CALIBRATED
 from .plan import LayerPlan, Plan
 from .reading import calibration_tokens, staged
 from .recipe import describe_source
 from .source import LazySource
 
-POINTS = (0.4, 0.7, 1.0, 1.4)  # widths at which costs are measured, relative to the uniform one
-HELD_OUT_TOKENS = 1024
+POINTS = (0.4, 0.7, 1.0, 1.5)  # widths at which costs are measured, relative to the uniform one
+HELD_OUT_TOKENS = 512
 STEPS = 48  # in which the full width is shared out
 
 
@@ -72,7 +72,7 @@ def plan_source(
     full = [2 * traits.key_value_heads * traits.head_dim for traits in layers]
     candidates = [_candidates(traits, fraction, span, options) for traits in layers]
     budget = round(fraction * sum(full))
-    least = sum(min(points)[0] for points in candidates)
+    least = sum(min(width for width, _ in points) for points in candidates)
     if least > budget:
         raise KvfoldError(
             f"cache fraction {fraction} is out of reach: with these widths and key heads the least is "
@@ -82,7 +82,11 @@ def plan_source(
     rows = windows(tokens, window)
     held = max(1, min(HELD_OUT_TOKENS // window, len(rows) // 2))
     held_out = rows[-held:][:, : max(HELD_OUT_TOKENS // held, 2)]
-    curves = measure_costs(source, conversion, candidates, rows[:-held], held_out, track)
+    measured = [[point for point in points if point[0] < whole] for points, whole in zip(candidates, full, strict=True)]
+    curves = measure_costs(source, conversion, measured, rows[:-held], held_out, track)
+    for points, asked, whole in zip(curves, candidates, full, strict=True):
+        # Keys and values side by side lose nothing, whichever windows there are elsewhere.
+        points += [CostPoint(whole, None, 0.0)] * any(width == whole for width, _ in asked)
     step = max(1, round(min(full) / STEPS))
     if span == "head":
         shares = max(options.key_heads or (layers[0].key_value_heads,))

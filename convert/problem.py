@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -131,18 +132,18 @@ def assemble(problem: LayerProblem, latent: Latent) -> FoldedWeights:
 
 def _as_read(problem: LayerProblem, latent: Latent) -> AttentionWeights:
     """The layer's weights with queries that meet the keys as they are read: turned, and window dimensions first."""
-    weights, traits, windows = problem.weights, problem.traits, problem.windows
-    orders = [sum(windows.order(head, traits), []) for head in range(traits.key_value_heads)]
+    weights, traits, windows, heads = problem.weights, problem.traits, problem.windows, problem.traits.key_value_heads
+    orders = [[*inside, *rest] for inside, rest in map(partial(windows.order, traits=traits), range(heads))]
     if latent.factors is None and all(order == list(range(traits.head_dim)) for order in orders):
         return weights
 
     def queries(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
             return None
-        heads = tensor.detach().double().cpu().unflatten(0, (traits.key_value_heads, problem.group, traits.head_dim))
+        by_head = tensor.detach().double().cpu().unflatten(0, (heads, problem.group, traits.head_dim))
         if latent.factors is not None:
-            heads = torch.stack([_turned(head, factor) for head, factor in zip(heads, latent.factors, strict=True)])
-        return torch.cat([head[:, order].flatten(0, 1) for head, order in zip(heads, orders, strict=True)])
+            by_head = torch.stack([_turned(each, factor) for each, factor in zip(by_head, latent.factors, strict=True)])
+        return torch.cat([each[:, order].flatten(0, 1) for each, order in zip(by_head, orders, strict=True)])
 
     # Norms have the same weights for all heads, or each head's own; where there are any, all heads have one order.
     def of_heads(tensor: torch.Tensor) -> torch.Tensor:

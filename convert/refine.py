@@ -1,7 +1,7 @@
 """Layer by layer the output projection is fitted anew to what the source's layer gives, on the folded model's inputs.
 
-With attention weights and values as the folded layer has them, its output is linear in the output projection, so the
-best one is a ridge regression towards the one that it has. How strong the ridge must be, and whether the layer is better
+With attention weights and values as the folded layer has them, its output is linear in the output projection; the best
+one is a ridge regression towards the one that it has. How strong the ridge must be, and whether the layer is better
 off at all, is judged by the error on rows that the regression has not seen.
 """
 

@@ -99,7 +99,7 @@ def cluster(layer: WeightedLayer, count: int) -> Groups:
     """
     grams = _pair_grams(layer)
     groups = list(own_groups(layer.heads))
-    lost = {group: 0.0 for group in groups}
+    lost = dict.fromkeys(groups, 0.0)
     while len(groups) > count:
         best: tuple[float, tuple, tuple] | None = None
         for first, one in enumerate(groups):

@@ -22,8 +22,8 @@ def _spread(count: int, heads: int) -> tuple[int, ...]:
 class FoldedLayout:
     """How one layer's latent ``S`` (one vector of ``latent_width`` numbers per token) is read.
 
-    The key windows lie one after another at the start of ``S``. A window holds the rotated frequency pairs of a key head,
-    or of several that share it: first the first members of all pairs, then the second members (the order of
+    The key windows lie one after another at the start of ``S``. A window holds the rotated frequency pairs of a key
+    head, or of several that share it: first the first members of all pairs, then the second members (the order of
     ``rotate_half``). Columns after the windows belong to the maps only.
 
     Attributes:
