@@ -25,6 +25,8 @@ from .streaming import Stream
 
 VALUE_MOMENTS_BYTES = 1 << 29  # of the value moments of one layer; heads share them where each one's would take more
 
+UNSEEN = 1e-5
+
 
 @dataclass(frozen=True)
 class LayerMoments:
@@ -46,6 +48,16 @@ class LayerMoments:
     distances: torch.Tensor
     queries: torch.Tensor
     gains: torch.Tensor
+
+
+def unseen_directions(moments: LayerMoments) -> float:
+    """Share of the input's directions that the calibration text left (almost) empty, a number from 0 to 1.
+
+    ``UNSEEN`` of the mean energy is far below what text of any kind has in its weakest directions, and far above the
+    rounding of directions in which there is nothing.
+    """
+    energies = torch.linalg.eigvalsh(moments.inputs[:-1, :-1])
+    return float((energies < UNSEEN * energies.mean()).double().mean())
 
 
 def pool_of(head: int, heads: int, pools: int) -> int:

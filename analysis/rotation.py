@@ -39,9 +39,13 @@ class QueryMoments:
 
     def turns(self) -> torch.Tensor:
         """What a query's pairs are to be multiplied with where they are not rotated, complex ``[KV, P]``."""
-        shape = (len(self.moment), self.pairs)
-        if self.frequencies is None or self.normed:
-            return torch.full(shape, self.scale, dtype=torch.complex128)
+        mean = self._mean_turns()
+        return torch.full_like(mean, self.scale) if self.normed else mean
+
+    def _mean_turns(self) -> torch.Tensor:
+        """scale · E[e^{iθΔ}], complex ``[KV, P]``."""
+        if self.frequencies is None:
+            return torch.zeros(len(self.moment), 0, dtype=torch.complex128)
         return self.scale * (self.distances + 0j) @ torch.exp(1j * self._angles())
 
     def as_keys_meet_them(self, kept: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,7 +74,10 @@ class QueryMoments:
         """
         meant = self.moment.diagonal(dim1=1, dim2=2)
         queries, keys = (_by_pair(part, self.pairs) for part in (meant, self.gains.square() * key_energies))
-        return keys * queries / 2 * (self.scale**2 - self.turns().abs().square()).clamp(min=0)
+        # E|scale · e^{iθΔ} − turn|², which is scale² − |turn|² where the turn is the mean.
+        turns = self.turns()
+        lost = self.scale**2 + turns.abs().square() - 2 * (turns.conj() * self._mean_turns()).real
+        return keys * queries / 2 * lost.clamp(min=0)
 
     def _angles(self) -> torch.Tensor:
         assert self.frequencies is not None

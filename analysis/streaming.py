@@ -85,7 +85,7 @@ class Stream:
 
     def logits(self) -> Iterator[torch.Tensor]:
         """The model's logits for the hidden states after the last layer, ``[batch, window, vocabulary]`` a batch."""
-        # No name, and no decorator of this generator, may hold on to them: many streams wait here, and logits are large.
+        # No name, and no decorator of this generator, may hold on to them: many streams wait here, and they are large.
         for number in range(len(self.batches)):
             yield self._logits(number)
 

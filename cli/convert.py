@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..convert.options import ConvertOptions
     from ..convert.recipe import Recipe
 
+UNSEEN_SHARE = 0.1  # of the input's directions, from which on there is a warning
 EVALUATE_WINDOW, EVALUATE_WINDOWS = 512, 12  # as kvfold evaluate has them
 
 
@@ -140,6 +141,14 @@ def convert(
         console.print(
             f"balance {recipe.balance}; KL from the source on held-out calibration text {divergence:.4f} nats/token "
             f"(expect a perplexity of about {math.exp(min(divergence, 700.0)):.3f} × the source's)",
+            highlight=False,
+            soft_wrap=True,
+        )
+    unseen = (recipe.calibration or {}).get("unseen_directions", 0.0)
+    if unseen > UNSEEN_SHARE:
+        console.print(
+            f"warning: the calibration text leaves {unseen:.0%} of the directions of the model's inputs unseen, which "
+            "are then treated alike: use more text, or text of more kinds",
             highlight=False,
             soft_wrap=True,
         )

@@ -50,10 +50,8 @@ def fold(problem: LayerProblem) -> FoldedWeights:
         key_map = _side_by_side_keys(layer, len(together))
     else:
         outside = [layer.key[head][plan.order(head, traits)[1]] for head in range(layer.heads)]
-        # A constant in the unrotated part of a key is the same for all keys of a query, so the softmax drops it, unless
-        # a norm or a sink stands in between.
-        free = not (traits.key_norm or traits.sinks)
-        key_map, _ = regress(torch.cat(outside), maps, layer.moment_root, problem.noise, free and traits.latent_bias)
+        free = traits.latent_bias and not _means_count(problem)
+        key_map, _ = regress(torch.cat(outside), maps, layer.moment_root, problem.noise, free)
     by_head = {
         head: (values, constant)
         for part, heads in zip(folds, members, strict=True)
@@ -67,6 +65,17 @@ def fold(problem: LayerProblem) -> FoldedWeights:
     latent = Latent(maps, key_map, constant=torch.cat(constants), factors=factors)
     read = {"head_maps": list(values)} if span == "head" else {"value_map": torch.cat(values)}
     return replace(assemble(problem, replace(latent, **read)), kept_energy=share)
+
+
+def _means_count(problem: LayerProblem) -> bool:
+    """Whether the means of the keys' unrotated parts must be in the latent.
+
+    A constant there is the same for all keys of a query, so the softmax drops it, unless a norm or a sink stands in
+    between.
+    """
+    traits, plan = problem.traits, problem.windows
+    rotated = all(2 * len(pairs) == traits.head_dim for pairs in plan.pairs)
+    return traits.latent_bias and (traits.key_norm or traits.sinks) and not rotated
 
 
 def _query_factors(
@@ -141,7 +150,8 @@ def _own(problem: LayerProblem, heads: list[int], width: int) -> PartFold:
         parts = [_per_head(layer.value_root[heads], left)]
         outside = [keys[rest] for keys, (_, rest) in zip(kept.keys, orders, strict=True)]
         if any(map(len, outside)):
-            left = residual(torch.cat(outside), windows, root, noise, traits.latent_bias)
+            free = traits.latent_bias and not _means_count(problem)
+            left = residual(torch.cat(outside), windows, root, noise, free)
             lefts = left.split([len(rows) for rows in outside])
             weighted = [
                 layer.key_root[head][:, rest] @ rows for head, (_, rest), rows in zip(heads, orders, lefts, strict=True)
@@ -151,7 +161,7 @@ def _own(problem: LayerProblem, heads: list[int], width: int) -> PartFold:
         seen = signal(rest, root)
         _, basis = torch.linalg.eigh(seen @ seen.T)
         extra = basis.flip(1)[:, : width - len(windows)].T @ rest
-    if traits.latent_bias:  # the joint signal went without the keys' means
+    if traits.latent_bias and not _means_count(problem):  # the joint signal went without the keys' means
         windows = windows.clone()
         inside = [layer.key[head][rows] for head, (rows, _) in zip(heads, orders, strict=True)]
         windows[:, -1] += torch.cat(inside) @ layer.mean
@@ -187,11 +197,11 @@ class _Kept:
 
 def _kept(problem: LayerProblem, heads: list[int], width: int) -> _Kept:
     """The joint signal of ``heads`` on its top ``width`` directions, no longer weighted."""
-    layer, n = problem.weighted, len(heads)
-    if width >= min(2 * n * layer.head_dim, layer.rank(problem.span)):
+    layer, n, uncentred = problem.weighted, len(heads), _means_count(problem)
+    if width >= min(2 * n * layer.head_dim, layer.rank(problem.span) + uncentred):
         keys, values = layer.varying(problem.span)  # nothing is lost, hence nothing to weigh against anything
-        return _Kept(_of(keys, heads), _of(values, heads), 1.0, 1.0, 1.0)
-    rows, factor = layer.joint(heads, problem.balance, problem.span)
+        return _Kept(_of(layer.key if uncentred else keys, heads), _of(values, heads), 1.0, 1.0, 1.0)
+    rows, factor = layer.joint(heads, problem.balance, problem.span, centred_keys=not uncentred)
     energies, directions = layer.spectrum(rows)
     top = directions[:, :width]
     projected = (top @ (top.T @ rows)).unflatten(0, (2, n, -1))

@@ -92,6 +92,8 @@ def _settings(location: Location, options: ConvertOptions) -> dict[str, Any]:
     entries = asdict(options)
     for name in ("overwrite", "resume", "access"):
         del entries[name]
+    if options.plan is not None and Path(options.plan).expanduser().is_file():
+        entries["plan"] = Path(options.plan).expanduser().read_text(encoding="utf-8", errors="replace")
     files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in location.files}
     return entries | {"source": str(location.folder), "files": files}
 

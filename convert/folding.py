@@ -14,11 +14,19 @@ import torch
 from ..analysis.divergence import divergences
 from ..analysis.energy import WeightedLayer, weigh
 from ..analysis.loading import DTYPES
-from ..analysis.moments import moments_of_layer, windows
+from ..analysis.moments import moments_of_layer, unseen_directions, windows
 from ..analysis.progress import Track
 from ..analysis.streaming import Stream
-from ..model import AttentionParts, Family, FoldedAttention, FoldedLayout, KvfoldError
-from .options import ConvertOptions, cache_dtype, calibration_window, check_heads, latent_width, rounding_noise
+from ..model import AttentionParts, AttentionTraits, Family, FoldedAttention, FoldedLayout, KvfoldError
+from .options import (
+    ConvertOptions,
+    cache_dtype,
+    calibration_window,
+    check_heads,
+    full_width,
+    latent_width,
+    rounding_noise,
+)
 from .plan import Plan
 from .problem import FoldedWeights, LayerProblem, Method
 from .refine import recorded_outputs, refine_output
@@ -147,12 +155,7 @@ class Folding:
                 "more"
             )
         rows = windows(tokens, window)
-        # Nothing is lost, hence nothing to balance, where keys and values lie side by side, and where the latent has as
-        # many columns as the input.
-        lossless = all(
-            width == 2 * traits.key_value_heads * traits.head_dim or (width >= traits.width and self.span == "all")
-            for width, traits in zip(self.widths, self.traits, strict=True)
-        )
+        lossless = all(self._lossless(width, traits) for width, traits in zip(self.widths, self.traits, strict=True))
         compared = [] if lossless else ways(options, self.traits, self.widths, compared=True)
         wanted = min(HELD_OUT_ROWS, max(1, HELD_OUT_TOKENS // window), len(rows) // 2)
         held_out = wanted if len(compared) > 1 or (compared and options.refine) else 0
@@ -166,8 +169,22 @@ class Folding:
         }
         return rows[: len(rows) - held_out], rows[len(rows) - held_out :]
 
+    def _lossless(self, width: int, traits: AttentionTraits) -> bool:
+        """Whether a layer loses nothing, hence has nothing to balance or refine.
+
+        That is so where keys and values lie side by side, and where the latent has as many columns as the input, as
+        long as the keys may have whole windows of their own.
+        """
+        if self.options.key_heads is not None or self.options.rotary_pairs != "auto":
+            return False
+        beside = width == 2 * traits.key_value_heads * traits.head_dim
+        wide = width >= max(traits.width, full_width(traits, self.options)) and self.span == "all"
+        return beside or wide
+
     def _layer(self, layer: Any, index: int, text: Stream, source: Stream | None, ways: list[Stream]) -> None:
         moments = moments_of_layer(text, layer, index)
+        if self.calibration is not None and index == self.source.layers // 2:
+            self.calibration["unseen_directions"] = unseen_directions(moments)
         parts = self.family.parts_of(self.source.model, index)
         folds = self._fold(index, parts, weigh(parts, moments))
         del moments

@@ -41,7 +41,7 @@ class OutputRegression:
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight.detach().double()
+        self.weight = weight.detach().cpu().double()
         outputs, inputs = weight.shape
         self._grams = [self.weight.new_zeros(inputs, inputs) for _ in range(2)]
         self._cross = [self.weight.new_zeros(inputs, outputs) for _ in range(2)]

@@ -56,6 +56,22 @@ def test_convert_evaluate_generate(
     assert "Sentence 3 tells" in capsys.readouterr().out
 
 
+def test_plan_convert_and_measure(kvfold: Any, source: Path, text_file: Path, tmp_path: Path) -> None:
+    text = ["--calibrate", text_file, "--calibrate-tokens", 1024, "--calibrate-window", 64]
+    plan, out, figures = tmp_path / "plan.yaml", tmp_path / "out", tmp_path / "plan.json"
+    kvfold("plan", source, "--cache-fraction", 0.4, "--out", plan, *text, "--json", figures)
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    widths = [layer["latent_width"] for layer in json.loads(figures.read_text())["layers"]]
+    evaluated = tmp_path / "evaluate.txt"
+    evaluated.write_text(text_file.read_text() * 8)
+    kvfold("convert", source, out, "--plan", plan, "--refine", 5, *text, "--evaluate", evaluated)
+    recipe = json.loads((out / "kvfold.json").read_text())
+    assert [layer["latent_width"] for layer in recipe["layers"]] == widths
+    assert recipe["evaluation"]["folded"] > 0
+    assert recipe["refinement"]["before"] > 0
+    assert "Perplexity on" in (out / "README.md").read_text()
+
+
 def test_sampling_follows_the_seed(kvfold: Any, folded: Path, tmp_path: Path) -> None:
     texts = []
     for seed in (1, 1, 2):
@@ -65,7 +81,7 @@ def test_sampling_follows_the_seed(kvfold: Any, folded: Path, tmp_path: Path) ->
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.parametrize("arguments", [[], ["convert"], ["analyze"], ["evaluate"], ["generate"], ["demo"]])
+@pytest.mark.parametrize("arguments", [[], ["convert"], ["plan"], ["analyze"], ["evaluate"], ["generate"], ["demo"]])
 def test_help_has_an_example(kvfold: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     kvfold(*arguments, "--help")
     assert "Example" in capsys.readouterr().out or not arguments

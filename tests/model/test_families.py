@@ -24,7 +24,7 @@ from kvfold.convert.conversion import convert
 from kvfold.convert.export import ExportOptions, export
 from kvfold.convert.native import native_model
 from kvfold.convert.options import ConvertOptions
-from kvfold.model import KvfoldError, families
+from kvfold.model import KvfoldError, families, family_of
 
 NAMES = sorted(FAMILIES)
 COLUMNS = ("exact", "folded", "cached", "exported")
@@ -46,18 +46,21 @@ def converted(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, text_fil
     """Convert a family's model with some options; returns source and folded model. Each is made once."""
     folder, made = tmp_path_factory.mktemp("families"), {}
 
-    def get(name: str, method: str, fraction: float = 0.5, span: str = "all") -> tuple[Any, Any, Path]:
+    def get(
+        name: str, method: str, fraction: float = 0.5, span: str = "all", rotary_pairs: int | str = "auto"
+    ) -> tuple[Any, Any, Path]:
         source = folder / name
         if not source.exists():
             FAMILIES[name]().save_pretrained(source)
             tokenizer.save_pretrained(source)
-        key = (name, method, fraction, span)
+        key = (name, method, fraction, span, rotary_pairs)
         if key not in made:
             out = folder / "-".join(map(str, key))
             options = ConvertOptions(
                 method=method,
                 cache_fraction=fraction,
                 span=span,
+                rotary_pairs=rotary_pairs,
                 calibrate=str(text_file),
                 calibrate_tokens=1024,
                 calibrate_window=64,
@@ -118,6 +121,38 @@ def test_cached_decoding_is_the_full_pass(
         assert out.cache.layers[0].values.numel() == 0
     finally:
         folded.set_attn_implementation(before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_below_half(converted: Any, name: str, ids: torch.Tensor) -> None:
+    """Narrowed windows (where keys are rotated): cached decoding is the full pass."""
+    _, folded, _ = converted(name, "calibrated", 0.375)
+    whole = folded(ids).logits
+    out = folded(ids[:, :5], use_cache=True)
+    steps = [out.logits]
+    for stop in (6, 7, 12, 13, 20):
+        out = folded(ids[:, out.cache.get_seq_length() : stop], cache=out.cache, use_cache=True)
+        steps.append(out.logits)
+    assert note(name, "cached", relative(torch.cat(steps, dim=1), whole)) < 2e-5
+    for layout, traits in zip(folded.config.layouts(), family_of(folded.config).traits_of(folded), strict=True):
+        full = 2 * traits.key_value_heads * traits.head_dim
+        assert layout.latent_width == round(0.375 * full)
+        assert layout.window_width(traits.rotary_dim // 2) <= layout.latent_width
+        kept = layout.pairs(traits.rotary_dim // 2)
+        assert not traits.key_norm or len(set(kept)) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt2", "opt")])
+@torch.no_grad()
+def test_slow_pairs_need_no_rotation(converted: Any, name: str, ids: torch.Tensor) -> None:
+    """With nothing else lost, a pair that turns by hundredths of a radian in so few tokens can be read unrotated."""
+    source, _, _ = converted(name, "svd", 1.0)
+    pairs = max(traits.rotary_dim for traits in family_of(source.config).traits_of(source)) // 2
+    _, folded, _ = converted(name, "calibrated", 1.0, rotary_pairs=pairs - 1)
+    assert any(layout.rotary_pairs for layout in folded.config.layouts())
+    slowest = 0.02 if pairs > 3 else 0.2  # radians in 20 tokens, to within what the family makes of the frequencies
+    assert relative(folded(ids).logits, source(ids).logits) < slowest
 
 
 @pytest.mark.parametrize("name", NAMES)
