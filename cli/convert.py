@@ -144,7 +144,7 @@ def convert(
             highlight=False,
             soft_wrap=True,
         )
-    unseen = (recipe.calibration or {}).get("unseen_directions", 0.0)
+    unseen = (recipe.calibration or {}).get("unseen_directions") or 0.0
     if unseen > UNSEEN_SHARE:
         console.print(
             f"warning: the calibration text leaves {unseen:.0%} of the directions of the model's inputs unseen, which "

@@ -36,6 +36,8 @@ from .work import FOLDED, REFINED, Work
 
 HELD_OUT_ROWS, HELD_OUT_TOKENS = 4, 2048  # at most, to compare the ways on; not calibrated on
 
+UNSEEN = "unseen_directions"
+
 
 class Folding:
     """One conversion under way.
@@ -140,6 +142,8 @@ class Folding:
                     self._layer(layer, index, text, source, ways)
                 states.keep(index + 1)
                 advance(1)
+        assert self.calibration is not None
+        self.calibration[UNSEEN] = self.work.recall(UNSEEN)
         if source is not None:
             self._choose(source, ways)
             if self.options.refine:
@@ -183,8 +187,8 @@ class Folding:
 
     def _layer(self, layer: Any, index: int, text: Stream, source: Stream | None, ways: list[Stream]) -> None:
         moments = moments_of_layer(text, layer, index)
-        if self.calibration is not None and index == self.source.layers // 2:
-            self.calibration["unseen_directions"] = unseen_directions(moments)
+        if index == self.source.layers // 2:
+            self.work.remember(UNSEEN, unseen_directions(moments))
         parts = self.family.parts_of(self.source.model, index)
         folds = self._fold(index, parts, weigh(parts, moments))
         del moments

@@ -74,6 +74,20 @@ class Work:
         """Leave the folder for a later conversion to go on from."""
         self._lock.release()
 
+    def remember(self, name: str, value: float) -> None:
+        """Keep a figure that is measured on the way."""
+        begun = self.folder / f"{name}.begun"
+        begun.write_text(json.dumps(value), encoding="utf-8")
+        begun.rename(self.folder / f"{name}.json")
+
+    def recall(self, name: str) -> float | None:
+        """The figure, or None where it was not measured."""
+        path = self.folder / f"{name}.json"
+        if not path.is_file():
+            return None
+        with self._whole():
+            return float(json.loads(path.read_text(encoding="utf-8")))
+
     def restore(self, states: HiddenStates) -> int:
         """Take up the hidden states that were kept last; returns how many layers were done."""
         with self._whole():

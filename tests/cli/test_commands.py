@@ -72,6 +72,20 @@ def test_plan_convert_and_measure(kvfold: Any, source: Path, text_file: Path, tm
     assert "Perplexity on" in (out / "README.md").read_text()
 
 
+def test_monotonous_calibration_text_is_told(
+    kvfold: Any, source: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monotonous = tmp_path / "monotonous.txt"
+    monotonous.write_text("a " * 3000)
+    for text, warned in ((monotonous, True), ("docs", False)):
+        capsys.readouterr()
+        options = ["--calibrate", text, "--calibrate-tokens", 1024, "--calibrate-window", 64, "--overwrite"]
+        kvfold("convert", source, tmp_path / "out", *options)
+        unseen = json.loads((tmp_path / "out" / "kvfold.json").read_text())["calibration"]["unseen_directions"]
+        assert ("warning: the calibration text leaves" in capsys.readouterr().out) is warned, unseen
+
+
+
 def test_sampling_follows_the_seed(kvfold: Any, folded: Path, tmp_path: Path) -> None:
     texts = []
     for seed in (1, 1, 2):
