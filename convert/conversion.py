@@ -187,7 +187,7 @@ def _recipe(described: dict[str, Any], folding: Folding, options: ConvertOptions
         way=folding.way,
         planned=folding.plan is not None,
         refinement=folding.refinement,
-        noise=max(folding.noise),
+        noise=folding.noise,
         calibration=folding.calibration,
         dtype=str(folding.dtype).removeprefix("torch."),
         seed=options.seed,

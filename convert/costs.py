@@ -14,10 +14,9 @@ from ..analysis.streaming import Stream
 from .allocation import CostPoint
 from .calibrated import CALIBRATED
 from .folding import folded_attention
-from .options import ConvertOptions, cache_dtype, rounding_noise
-from .problem import LayerProblem
+from .options import ConvertOptions
 from .source import LazySource
-from .ways import plain_way, windows_for
+from .ways import layer_problem, plain_way
 
 
 def measure_costs(
@@ -52,21 +51,7 @@ def measure_costs(
                 forks = []
                 for width, heads in candidates[index]:
                     way = plain_way(options, heads)
-                    noise = rounding_noise(cache_dtype(options, parts.traits, width, source.dtype))
-                    windows = windows_for(weighted, width, span, way, options)
-                    fold = CALIBRATED.fold(
-                        LayerProblem(
-                            parts.weights,
-                            parts.traits,
-                            weighted,
-                            width,
-                            span,
-                            windows,
-                            way.balance,
-                            noise,
-                            torch.float32,
-                        )
-                    )
+                    fold = CALIBRATED.fold(layer_problem(parts, weighted, width, span, way, options, source.dtype))
                     forks.append(plain.fork())
                     with folded_attention(family, layer, parts, fold, index, source.config):
                         forks[-1].through(layer, index)

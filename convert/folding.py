@@ -14,24 +14,24 @@ import torch
 from ..analysis.divergence import divergences
 from ..analysis.energy import WeightedLayer, weigh
 from ..analysis.loading import DTYPES
-from ..analysis.moments import moments_of_layer, unseen_directions, windows
+from ..analysis.moments import moments_of_layer, unseen_directions
 from ..analysis.progress import Track
 from ..analysis.streaming import Stream
 from ..model import AttentionParts, AttentionTraits, Family, FoldedAttention, FoldedLayout, KvfoldError
 from .options import (
     ConvertOptions,
     cache_dtype,
-    calibration_window,
+    calibration_rows,
     check_heads,
     full_width,
     latent_width,
     rounding_noise,
 )
 from .plan import Plan
-from .problem import FoldedWeights, LayerProblem, Method
+from .problem import FoldedWeights, Method
 from .refine import recorded_outputs, refine_output
 from .source import LazySource
-from .ways import Way, ways, windows_for
+from .ways import Way, layer_problem, ways
 from .work import FOLDED, REFINED, Work
 
 HELD_OUT_ROWS, HELD_OUT_TOKENS = 4, 2048  # at most, to compare the ways on; not calibrated on
@@ -69,10 +69,6 @@ class Folding:
         ]
         self.ways: list[Way] = ways(options, self.traits, self.widths, compared=False)
         self.dtype = source.dtype if options.dtype == "auto" else DTYPES[options.dtype]
-        self.noise = [
-            rounding_noise(cache_dtype(options, traits, width, self.dtype))
-            for traits, width in zip(self.traits, self.widths, strict=True)
-        ]
 
     def _of_layer(self, index: int) -> ConvertOptions:
         """The options as they are for one layer."""
@@ -93,6 +89,12 @@ class Folding:
     def balance(self) -> float | None:
         """λ of what came out; None for a method that has none."""
         return None if self.method.half_only else self.ways[self.chosen].balance
+
+    @property
+    def noise(self) -> float:
+        """Largest relative variance of the cache's rounding error that a layer is made to stand."""
+        layers = zip(self.traits, self.widths, strict=True)
+        return max(rounding_noise(cache_dtype(self.options, traits, width, self.dtype)) for traits, width in layers)
 
     @property
     def way(self) -> dict[str, Any] | None:
@@ -152,13 +154,8 @@ class Folding:
     def _rows(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows to calibrate on, and rows to compare balances on (none, where there is nothing to compare)."""
         options = self.options
-        window = calibration_window(options, self.source.config)
-        if len(tokens) < 2 * window:
-            raise KvfoldError(
-                f"text {options.calibrate!r} is too short to calibrate on: {len(tokens)} tokens, use {2 * window} or "
-                "more"
-            )
-        rows = windows(tokens, window)
+        rows = calibration_rows(tokens, options, self.source.config)
+        window = rows.shape[1]
         lossless = all(self._lossless(width, traits) for width, traits in zip(self.widths, self.traits, strict=True))
         compared = [] if lossless else ways(options, self.traits, self.widths, compared=True)
         wanted = min(HELD_OUT_ROWS, max(1, HELD_OUT_TOKENS // window), len(rows) // 2)
@@ -201,22 +198,13 @@ class Folding:
 
     def _fold(self, index: int, parts: AttentionParts, weighted: WeightedLayer) -> list[FoldedWeights]:
         width, options = self.widths[index], self._of_layer(index)
-        return [
-            self.method.fold(
-                LayerProblem(
-                    parts.weights,
-                    parts.traits,
-                    weighted,
-                    width,
-                    self.span,
-                    windows_for(weighted, width, self.span, replace(way, key_heads=options.key_heads), options),
-                    way.balance,
-                    self.noise[index],
-                    self.dtype,
-                )
+        problems = (
+            layer_problem(
+                parts, weighted, width, self.span, replace(way, key_heads=options.key_heads), options, self.dtype
             )
             for way in self.ways
-        ]
+        )
+        return [self.method.fold(problem) for problem in problems]
 
     def _choose(self, source: Stream, ways: list[Stream]) -> None:
         with self.source.ends(), self.track("choosing the best way", len(source.rows)) as advance:

@@ -11,6 +11,7 @@ import torch
 
 from ..analysis.hub import DEFAULT_ACCESS, Access
 from ..analysis.loading import DTYPES, named_dtype
+from ..analysis.moments import windows
 from ..model import AttentionTraits, KvfoldError
 from ..model.layout import SPANS
 from .problem import Method
@@ -126,10 +127,18 @@ def _window(options: ConvertOptions) -> int:
     return min(LONGEST_WINDOW, 1 << (affordable.bit_length() - 1))
 
 
-def calibration_window(options: ConvertOptions, config: Any) -> int:
-    """Tokens of the calibration text that a model of this config reads in one go."""
+def calibration_rows(tokens: torch.Tensor, options: ConvertOptions, config: Any) -> torch.Tensor:
+    """The calibration text ``[n]`` in windows that a model of this config can read, ``[rows, window]``.
+
+    Raises KvfoldError for fewer than two of them.
+    """
     window = _window(options)
-    return min(window, getattr(config, "max_position_embeddings", None) or window)
+    window = min(window, getattr(config, "max_position_embeddings", None) or window)
+    if len(tokens) < 2 * window:
+        raise KvfoldError(
+            f"text {options.calibrate!r} is too short to calibrate on: {len(tokens)} tokens, use {2 * window} or more"
+        )
+    return windows(tokens, window)
 
 
 def check_heads(layers: Sequence[AttentionTraits], options: ConvertOptions, span: str) -> None:

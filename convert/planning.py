@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from ..analysis.loading import locate
-from ..analysis.moments import windows
 from ..analysis.progress import Track, silent
 from ..analysis.text import CALIBRATE, TextSource
 from ..model import AttentionTraits, KvfoldError
 from .allocation import CostPoint, allocate, interpolate
 from .calibrated import CALIBRATED
 from .costs import measure_costs
-from .options import ConvertOptions, calibration_window, check_heads, check_options, least_width
+from .options import ConvertOptions, calibration_rows, check_heads, check_options, least_width
 from .plan import LayerPlan, Plan
 from .reading import calibration_tokens, staged
 from .recipe import describe_source
@@ -78,8 +77,8 @@ def plan_source(
             f"cache fraction {fraction} is out of reach: with these widths and key heads the least is "
             f"{least / sum(full):.3g}"
         )
-    window = calibration_window(conversion, source.config)
-    rows = windows(tokens, window)
+    rows = calibration_rows(tokens, conversion, source.config)
+    window = rows.shape[1]
     held = max(1, min(HELD_OUT_TOKENS // window, len(rows) // 2))
     held_out = rows[-held:][:, : max(HELD_OUT_TOKENS // held, 2)]
     measured = [[point for point in points if point[0] < whole] for points, whole in zip(candidates, full, strict=True)]

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from ..analysis.energy import DEFAULT_BALANCE, WeightedLayer
-from ..model import AttentionTraits
-from .options import ConvertOptions, full_width
+from ..model import AttentionParts, AttentionTraits
+from .options import ConvertOptions, cache_dtype, full_width, rounding_noise
+from .problem import LayerProblem
 from .windows import Windows, choose_windows, cluster, even_groups, full_windows, own_groups
 
 BALANCES = (0.05, 0.1, 0.2, 0.4)  # that are compared; the best one is among them wherever tried
@@ -84,3 +87,13 @@ def windows_for(layer: WeightedLayer, width: int, span: str, way: Way, options: 
     if count >= every and heads == traits.key_value_heads:
         return full_windows(traits)
     return choose_windows(layer, groups, count, span == "head", options.grouping == "aligned")
+
+
+def layer_problem(
+    parts: AttentionParts, weighted: WeightedLayer, width: int, span: str, way: Way, options: ConvertOptions,
+    weights: torch.dtype,
+) -> LayerProblem:  # fmt: skip
+    """One layer to be folded in one way; ``weights`` is the dtype that its folded weights are to have."""
+    windows = windows_for(weighted, width, span, way, options)
+    noise = rounding_noise(cache_dtype(options, parts.traits, width, weights))
+    return LayerProblem(parts.weights, parts.traits, weighted, width, span, windows, way.balance, noise, weights)

@@ -85,7 +85,6 @@ def test_monotonous_calibration_text_is_told(
         assert ("warning: the calibration text leaves" in capsys.readouterr().out) is warned, unseen
 
 
-
 def test_sampling_follows_the_seed(kvfold: Any, folded: Path, tmp_path: Path) -> None:
     texts = []
     for seed in (1, 1, 2):
