@@ -19,15 +19,6 @@ class CostPoint:
     cost: float
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What a layer gets."""
-
-    width: int
-    key_heads: int | None
-    cost: float
-
-
 def interpolate(points: Sequence[tuple[int, float]], width: int) -> float:
     """Cost at ``width`` from measured ``(width, cost)``, ascending: log-linear in between, level outside.
 
@@ -43,7 +34,7 @@ def interpolate(points: Sequence[tuple[int, float]], width: int) -> float:
     return math.exp(falling[0][1] if width < falling[0][0] else falling[-1][1])
 
 
-def allocate(curves: Sequence[Sequence[CostPoint]], budget: int, step: int) -> list[Choice]:
+def allocate(curves: Sequence[Sequence[CostPoint]], budget: int, step: int) -> list[CostPoint]:
     """Widths of all layers that cost least in sum and take at most ``budget`` columns together.
 
     Each layer's curve is replaced by its lower convex hull (over all numbers of windows), and the budget spent where
@@ -73,7 +64,7 @@ def allocate(curves: Sequence[Sequence[CostPoint]], budget: int, step: int) -> l
     return [hull[at] for hull, at in zip(hulls, chosen, strict=True)]
 
 
-def _saving(hulls: list[list[Choice]], chosen: list[int], layer: int) -> float:
+def _saving(hulls: list[list[CostPoint]], chosen: list[int], layer: int) -> float:
     """What the next step of a layer saves per column."""
     hull, at = hulls[layer], chosen[layer]
     if at + 1 >= len(hull):
@@ -81,7 +72,7 @@ def _saving(hulls: list[list[Choice]], chosen: list[int], layer: int) -> float:
     return (hull[at].cost - hull[at + 1].cost) / (hull[at + 1].width - hull[at].width)
 
 
-def _grid(points: Sequence[CostPoint], step: int) -> list[Choice]:
+def _grid(points: Sequence[CostPoint], step: int) -> list[CostPoint]:
     """The cheapest number of windows at every width."""
     by_heads: dict[int | None, list[tuple[int, float]]] = {}
     for point in points:
@@ -90,7 +81,7 @@ def _grid(points: Sequence[CostPoint], step: int) -> list[Choice]:
     grid = []
     for width in [*range(first, last, step), last]:
         options = [
-            Choice(width, heads, interpolate(sorted(measured), width))
+            CostPoint(width, heads, interpolate(sorted(measured), width))
             for heads, measured in by_heads.items()
             if min(measured)[0] <= width
         ]
@@ -98,9 +89,9 @@ def _grid(points: Sequence[CostPoint], step: int) -> list[Choice]:
     return grid
 
 
-def _hull(grid: list[Choice]) -> list[Choice]:
+def _hull(grid: list[CostPoint]) -> list[CostPoint]:
     """Lower convex hull of costs over widths."""
-    hull: list[Choice] = []
+    hull: list[CostPoint] = []
     for choice in grid:
         while len(hull) >= 2:
             one, two = hull[-2], hull[-1]

@@ -50,8 +50,7 @@ def fold(problem: LayerProblem) -> FoldedWeights:
         key_map = _side_by_side_keys(layer, len(together))
     else:
         outside = [layer.key[head][plan.order(head, traits)[1]] for head in range(layer.heads)]
-        free = traits.latent_bias and not _means_count(problem)
-        key_map, _ = regress(torch.cat(outside), maps, layer.moment_root, problem.noise, free)
+        key_map, _ = regress(torch.cat(outside), maps, layer.moment_root, problem.noise, _means_free(problem))
     by_head = {
         head: (values, constant)
         for part, heads in zip(folds, members, strict=True)
@@ -67,15 +66,15 @@ def fold(problem: LayerProblem) -> FoldedWeights:
     return replace(assemble(problem, replace(latent, **read)), kept_energy=share)
 
 
-def _means_count(problem: LayerProblem) -> bool:
-    """Whether the means of the keys' unrotated parts must be in the latent.
+def _means_free(problem: LayerProblem) -> bool:
+    """Whether the means of the keys cost no direction of the latent.
 
-    A constant there is the same for all keys of a query, so the softmax drops it, unless a norm or a sink stands in
-    between.
+    The latent's bias carries those of the rotated parts. A constant in an unrotated part is the same for all keys of a
+    query, so the softmax drops it, unless a norm or a sink stands in between.
     """
     traits, plan = problem.traits, problem.windows
     rotated = all(2 * len(pairs) == traits.head_dim for pairs in plan.pairs)
-    return traits.latent_bias and (traits.key_norm or traits.sinks) and not rotated
+    return traits.latent_bias and (rotated or not (traits.key_norm or traits.sinks))
 
 
 def _query_factors(
@@ -150,8 +149,7 @@ def _own(problem: LayerProblem, heads: list[int], width: int) -> PartFold:
         parts = [_per_head(layer.value_root[heads], left)]
         outside = [keys[rest] for keys, (_, rest) in zip(kept.keys, orders, strict=True)]
         if any(map(len, outside)):
-            free = traits.latent_bias and not _means_count(problem)
-            left = residual(torch.cat(outside), windows, root, noise, free)
+            left = residual(torch.cat(outside), windows, root, noise, _means_free(problem))
             lefts = left.split([len(rows) for rows in outside])
             weighted = [
                 layer.key_root[head][:, rest] @ rows for head, (_, rest), rows in zip(heads, orders, lefts, strict=True)
@@ -161,7 +159,7 @@ def _own(problem: LayerProblem, heads: list[int], width: int) -> PartFold:
         seen = signal(rest, root)
         _, basis = torch.linalg.eigh(seen @ seen.T)
         extra = basis.flip(1)[:, : width - len(windows)].T @ rest
-    if traits.latent_bias and not _means_count(problem):  # the joint signal went without the keys' means
+    if _means_free(problem):  # the joint signal went without the keys' means
         windows = windows.clone()
         inside = [layer.key[head][rows] for head, (rows, _) in zip(heads, orders, strict=True)]
         windows[:, -1] += torch.cat(inside) @ layer.mean
@@ -197,7 +195,8 @@ class _Kept:
 
 def _kept(problem: LayerProblem, heads: list[int], width: int) -> _Kept:
     """The joint signal of ``heads`` on its top ``width`` directions, no longer weighted."""
-    layer, n, uncentred = problem.weighted, len(heads), _means_count(problem)
+    layer, n = problem.weighted, len(heads)
+    uncentred = layer.traits.latent_bias and not _means_free(problem)
     if width >= min(2 * n * layer.head_dim, layer.rank(problem.span) + uncentred):
         keys, values = layer.varying(problem.span)  # nothing is lost, hence nothing to weigh against anything
         return _Kept(_of(layer.key if uncentred else keys, heads), _of(values, heads), 1.0, 1.0, 1.0)

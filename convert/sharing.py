@@ -16,7 +16,7 @@ import torch
 
 from ..analysis.energy import WeightedLayer, signal
 from ..model import AttentionTraits
-from .windows import Windows, query_scales
+from .windows import Windows, query_scales, weighted_pairs
 
 ALTERNATIONS = 20
 RIDGE = 1e-9  # of the mean of what is inverted
@@ -143,27 +143,23 @@ def _first_windows(
     Sets the heads' factors to what they are then.
     """
     d, scales = layer.head_dim, query_scales(layer)
-    keys = signal(layer.key, layer.moment_root)
-    half = layer.queries.pairs
+    weighted, half = weighted_pairs(layer), layer.queries.pairs
     combinations = []
     for window in which:
         pairs, group = list(windows.pairs[window]), list(windows.groups[window])
         if windows.aligned:
-            weighted = scales[group][:, pairs, None] * torch.complex(
-                keys[group][:, pairs], keys[group][:, half:][:, pairs]
-            )
-            by_pair = weighted.transpose(0, 1)  # [p, n, D + 1]
+            by_pair = weighted[group][:, pairs].transpose(0, 1)  # [p, n, D + 1]
             main = torch.linalg.eigh(by_pair @ by_pair.mH)[1][..., -1].T  # [n, p]
             coefficients = main.conj() * scales[group][:, pairs]
             factors = main / scales[group][:, pairs]
         else:
             coefficients = torch.full((len(group), len(pairs)), 1 / len(group), dtype=torch.complex128)
             factors = torch.ones_like(coefficients)
-        rows = keys.new_zeros(2 * len(pairs), len(members) * d * 2)
+        rows = layer.key.new_zeros(2 * len(pairs), len(members) * d * 2)
         for head, of_pair, factor in zip(group, coefficients, factors, strict=True):
             place = members.index(head)
             heads[place].factor = factor
-            own = keys.new_zeros(2 * len(pairs), d)
+            own = layer.key.new_zeros(2 * len(pairs), d)
             for pair, (kept, value) in enumerate(zip(pairs, of_pair.tolist(), strict=True)):
                 own[pair, kept], own[pair, kept + half] = value.real, -value.imag
                 own[len(pairs) + pair, kept], own[len(pairs) + pair, kept + half] = value.imag, value.real

@@ -32,11 +32,6 @@ class Windows:
         """Whether any KV heads share a window."""
         return any(len(heads) > 1 for heads in self.groups)
 
-    @property
-    def width(self) -> int:
-        """Columns of the latent that are windows."""
-        return sum(2 * len(kept) for kept in self.pairs)
-
     def of_head(self, head: int) -> int:
         """The window that a KV head reads."""
         return next(window for window, heads in enumerate(self.groups) if head in heads)
@@ -153,11 +148,15 @@ def query_scales(layer: WeightedLayer) -> torch.Tensor:
     return ((meant[:, : queries.pairs] + meant[:, queries.pairs : 2 * queries.pairs]) / 2).sqrt()
 
 
+def weighted_pairs(layer: WeightedLayer) -> torch.Tensor:
+    """The keys' signal, pair by pair as complex numbers, each head's weighted by its queries, ``[KV, P, D + 1]``."""
+    keys, pairs = signal(layer.key, layer.moment_root), layer.queries.pairs
+    return query_scales(layer)[..., None] * torch.complex(keys[:, :pairs], keys[:, pairs : 2 * pairs])
+
+
 def _pair_grams(layer: WeightedLayer) -> torch.Tensor:
     """For every pair the inner products of the heads' weighted keys as complex numbers, ``[P, KV, KV]``."""
-    keys, pairs = signal(layer.key, layer.moment_root), layer.queries.pairs
-    weighted = query_scales(layer)[..., None] * torch.complex(keys[:, :pairs], keys[:, pairs : 2 * pairs])
-    by_pair = weighted.transpose(0, 1)
+    by_pair = weighted_pairs(layer).transpose(0, 1)
     return by_pair @ by_pair.mH
 
 
