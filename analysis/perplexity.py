@@ -10,6 +10,7 @@ import torch
 
 from ..model import KvfoldError, family_of
 from .loading import DEFAULT_ACCESS, Access, Checkpoint, load
+from .logits import output_logits
 from .moments import windows
 from .progress import Track, silent
 from .text import TextSource
@@ -84,11 +85,10 @@ def negative_log_likelihood(model: Any, rows: torch.Tensor) -> tuple[float, int]
     rows = rows.to(model.device)
     hidden = model.base_model(input_ids=rows, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
     targets = rows[:, 1:].flatten()
-    head = model.get_output_embeddings()
-    step = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+    step = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     total = 0.0
     for start in range(0, len(targets), step):
-        logits = head(hidden[start : start + step]).float()
+        logits = output_logits(model, hidden[start : start + step]).float()
         total += torch.nn.functional.cross_entropy(logits, targets[start : start + step], reduction="sum").item()
     return total, len(targets)
 

@@ -1,9 +1,10 @@
-"""Plots of an analysis: heatmaps of layers × heads, and how much energy narrower latents keep."""
+"""Plots: heatmaps of layers × heads, how much energy narrower latents keep, costs of layers, training curves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -97,4 +98,23 @@ def cost_curves(curves: list[list[list]], chosen: list[tuple[int, float]], unit:
     axes.grid(alpha=0.3)
     bar = figure.colorbar(plt.cm.ScalarMappable(plt.Normalize(0, max(len(curves) - 1, 1)), "viridis"), ax=axes)
     bar.set_label("layer")
+    return figure
+
+
+def training_curve(log: list[dict[str, Any]]) -> Figure:
+    """Training loss, and held-out perplexity (its ratio to the teacher's, where that is known), against tokens.
+
+    Args:
+        log: entries of ``train_log.jsonl``.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    steps = [entry for entry in log if "loss" in entry]
+    left.plot([entry["tokens"] for entry in steps], [entry["loss"] for entry in steps], linewidth=1)
+    left.set(xlabel="tokens", ylabel="training loss, nats/token", yscale="log")
+    measured = [entry for entry in log if "eval_loss" in entry]
+    name = "ratio" if measured and "ratio" in measured[0] else "perplexity"
+    right.plot([entry["tokens"] for entry in measured], [entry[name] for entry in measured], "o-")
+    right.set(xlabel="tokens", ylabel="held-out perplexity" + (", ratio to the teacher" if name == "ratio" else ""))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
     return figure

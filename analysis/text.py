@@ -17,6 +17,7 @@ from .loading import quiet
 CALIBRATE, EVALUATE = "calibrate", "evaluate"
 KINDS = "a .txt, .jsonl or .parquet file, hf:NAME[:CONFIG[:SPLIT]], docs, or self"
 BETWEEN_DOCUMENTS = "\n\n"
+TXT_PIECE = 1_000_000  # characters, from which on a text file is cut at a line's end where documents are wanted
 CHARACTERS_A_TOKEN = 32  # more than text has; only so much of a large file is read for a number of tokens
 
 
@@ -68,22 +69,46 @@ class TextSource:
                 break
         if not found:
             raise KvfoldError(f"text {self.spec!r} is empty")
-        if count is not None and found < count and self.spec.endswith(".txt"):
+        if count is not None and found < count and self._is_txt:
             return self.tokens(tokenizer)[:count]  # an unusual text: more than CHARACTERS_A_TOKEN
         tokens = torch.cat(pieces)
         return tokens if count is None else tokens[:count]
 
+    def documents(self, characters: int | None = None) -> Iterator[str]:
+        """The documents of the text, one by one: rows of a data set, chapters of the manual, pieces of a text file.
+
+        Args:
+            characters: no more than about so many are read of a text file; its pieces have about a million each.
+
+        Raises:
+            KvfoldError: for empty or binary text, or a source that lacks what it needs.
+        """
+        if self.spec == "docs":
+            yield from python_manual(self.purpose)
+        elif self._is_txt:
+            text = _read_txt(Path(self.spec).expanduser(), characters)
+            while text:
+                end = text.find("\n", TXT_PIECE) + 1 or len(text)
+                yield text[:end]
+                text = text[end:]
+        else:
+            yield from self._rows()
+
+    @property
+    def _is_txt(self) -> bool:
+        return self.spec.endswith(".txt") and not self.spec.startswith("hf:")
+
     def _portions(self, count: int | None) -> Iterator[str]:
         """The text in portions that are tokenised one by one: a whole text file, or documents joined to some length."""
         if self.spec == "docs":
-            yield python_manual(self.purpose)
-        elif self.spec.endswith(".txt") and not self.spec.startswith("hf:"):
+            yield BETWEEN_DOCUMENTS.join(python_manual(self.purpose))
+        elif self._is_txt:
             yield _read_txt(Path(self.spec).expanduser(), None if count is None else CHARACTERS_A_TOKEN * count)
         else:
             enough = 1 << 20 if count is None else min(1 << 20, 4 * count)
             held: list[str] = []
             size = 0
-            for document in self._documents():
+            for document in self._rows():
                 held.append(document)
                 size += len(document)
                 if size >= enough:
@@ -92,7 +117,7 @@ class TextSource:
             if held:
                 yield BETWEEN_DOCUMENTS.join(held)
 
-    def _documents(self) -> Iterator[str]:
+    def _rows(self) -> Iterator[str]:
         import datasets  # takes a second to import, and few commands need it
 
         datasets.logging.set_verbosity(logging.CRITICAL)  # what it says is in the error that it raises
@@ -115,8 +140,8 @@ class TextSource:
             raise KvfoldError(f"text {self.spec!r} cannot be read: {one_line(error)}") from error
 
 
-def python_manual(purpose: str) -> str:
-    """Python's own manual from ``pydoc_data.topics``: the first half to calibrate on, the second to evaluate on."""
+def python_manual(purpose: str) -> list[str]:
+    """Chapters of Python's manual, ``pydoc_data.topics``: its first half to calibrate on, its second to evaluate on."""
     from pydoc_data import topics
 
     texts = [topics.topics[name] for name in sorted(topics.topics)]
@@ -124,7 +149,7 @@ def python_manual(purpose: str) -> str:
     while half > 0:
         half -= len(texts[middle])
         middle += 1
-    return BETWEEN_DOCUMENTS.join(texts[:middle] if purpose == CALIBRATE else texts[middle:])
+    return texts[:middle] if purpose == CALIBRATE else texts[middle:]
 
 
 @torch.inference_mode()

@@ -17,9 +17,10 @@ from .evaluate import evaluate
 from .export import export
 from .generate import generate
 from .plan import plan
+from .uptrain import uptrain
 
 INTERRUPTED = 130  # the shell's status for Ctrl-C, which typer returns
-COMMANDS = (analyze, plan, convert, export, evaluate, generate, demo)
+COMMANDS = (analyze, plan, convert, uptrain, export, evaluate, generate, demo)
 
 app = typer.Typer(
     name="kvfold",
@@ -48,7 +49,9 @@ def main() -> None:
         # The last resort: nobody but a developer wants the traceback.
         _fail(f"unexpected {type(error).__name__}: {one_line(error)} (KVFOLD_DEBUG=1 shows where)")
     if status == INTERRUPTED:
-        _fail("interrupted; nothing was left half-written (convert goes on with --resume)", status=INTERRUPTED)
+        _fail(
+            "interrupted; nothing was left half-written (convert and uptrain go on with --resume)", status=INTERRUPTED
+        )
     sys.exit(status if isinstance(status, int) else 0)
 
 

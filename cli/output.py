@@ -23,13 +23,25 @@ _progress_console = Console(stderr=True)
 @contextmanager
 def track(description: str, total: int) -> Iterator[Advance]:
     """A progress bar on the terminal; nothing where standard error is not one."""
-    if not _progress_console.is_terminal:
-        yield lambda steps: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_progress_console, transient=True) as progress:
+    with bars() as progress:
+        if progress is None:
+            yield lambda steps: None
+            return
         task = progress.add_task(description, total=total)
         yield lambda steps: progress.advance(task, steps)
+
+
+@contextmanager
+def bars(more: str | None = None) -> Iterator[Progress | None]:
+    """Progress bars, with another column of this format; None where standard error is no terminal."""
+    if not _progress_console.is_terminal:
+        yield None
+        return
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    if more is not None:
+        columns.append(TextColumn(more))
+    with Progress(*columns, console=_progress_console, transient=True) as progress:
+        yield progress
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -14,8 +14,11 @@ from typing import Any
 from jinja2 import Environment
 
 from ..analysis.loading import is_hub_id, weight_files
+from ..model import KvfoldError
+from ..model.errors import one_line
 
 FORMAT = 1
+RECIPE = "kvfold.json"
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Recipe:
 
     ``balance_search`` has the KL divergence from the source of each way that was compared, ``way`` the one that was
     chosen, ``refinement`` the divergence without and with it, ``layers`` each layer's layout, kept energy and errors.
-    ``evaluation`` is the perplexity of source and result, where it was measured.
+    ``evaluation`` is the perplexity of source and result, where it was measured. ``uptraining`` has a run each.
     """
 
     source: dict[str, Any]
@@ -44,12 +47,24 @@ class Recipe:
     layers: list[dict[str, Any]]
     seconds: float
     evaluation: dict[str, Any] | None = None
+    uptraining: list[dict[str, Any]] = field(default_factory=list)
     format: int = FORMAT
     versions: dict[str, str] = field(default_factory=lambda: versions())
 
+    @classmethod
+    def read(cls, folder: Path) -> Recipe:
+        """Read ``kvfold.json``. Raises KvfoldError where it is missing, damaged, or of another format."""
+        try:
+            entries = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+            if entries["format"] != FORMAT:
+                raise KvfoldError(f"{folder / RECIPE} has format {entries['format']!r}: written by a newer kvfold?")
+            return cls(**entries)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise KvfoldError(f"{folder / RECIPE} is missing or damaged: {one_line(error)}") from error
+
     def write(self, folder: Path) -> None:
         """Write ``kvfold.json`` and the model card ``README.md``."""
-        (folder / "kvfold.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        (folder / RECIPE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         template = files("kvfold.convert").joinpath("model_card.md.jinja").read_text(encoding="utf-8")
         card = Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True).from_string(template)
         (folder / "README.md").write_text(card.render(recipe=self) + "\n", encoding="utf-8")

@@ -4,109 +4,35 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ..model import FoldedLayout, KvfoldError
+from ..model import FoldedLayout
 from .problem import FoldedWeights
-from .writing import disk_errors
+from .unfinished import Unfinished
 
 FOLDED, REFINED = "layer", "refined"  # stages of a conversion
 
 
-class Work:
-    """The folder ``.OUT.unfinished``.
+class Work(Unfinished):
+    """The layers of an unfinished conversion.
 
-    Args:
-        out: the folder that the conversion is to make. settings: what decides its result, as plain values.
-        resume: go on from what lies there; else it is thrown away.
-
-    Raises KvfoldError where the conversion that lies there had other settings.
+    Args, raises: see ``Unfinished``.
     """
 
     def __init__(self, out: Path, settings: dict[str, Any], resume: bool) -> None:
-        self.folder = out.parent / f".{out.name}.unfinished"
-        self._out = out
-        told = self.folder / "settings.json"
-        settings = json.loads(json.dumps(settings))
-        with disk_errors(out):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self.folder / "lock", timeout=0)
-            try:
-                self._lock.acquire()
-            except Timeout as error:
-                raise KvfoldError(f"another conversion to {out} is under way") from error
-        if resume and told.is_file():
-            with self._whole():
-                earlier = json.loads(told.read_text(encoding="utf-8"))
-            changed = [
-                f"{name} {earlier.get(name)!r} → {settings.get(name)!r}"
-                for name in sorted({*earlier, *settings})
-                if earlier.get(name) != settings.get(name)
-            ]
-            if changed:
-                raise KvfoldError(
-                    f"the unfinished conversion to {out} was begun with other settings ({', '.join(changed)}): use "
-                    "those, or leave out --resume to begin anew"
-                )
-            return
-        with disk_errors(out):
-            self._empty()
-            begun = told.with_suffix(".begun")
-            begun.write_text(json.dumps(settings, indent=1), encoding="utf-8")
-            begun.rename(told)
-
-    def discard(self) -> None:
-        """Remove the folder, and what killed conversions to the same place have left half-written."""
-        self._lock.release()
-        for left in (self.folder, *self.folder.parent.glob(f".{self._out.name}.partial-*")):
-            shutil.rmtree(left, ignore_errors=True)
-
-    def close(self) -> None:
-        """Leave the folder for a later conversion to go on from."""
-        self._lock.release()
-
-    def remember(self, name: str, value: float) -> None:
-        """Keep a figure that is measured on the way."""
-        begun = self.folder / f"{name}.begun"
-        begun.write_text(json.dumps(value), encoding="utf-8")
-        begun.rename(self.folder / f"{name}.json")
-
-    def recall(self, name: str) -> float | None:
-        """The figure, or None where it was not measured."""
-        path = self.folder / f"{name}.json"
-        if not path.is_file():
-            return None
-        with self._whole():
-            return float(json.loads(path.read_text(encoding="utf-8")))
+        super().__init__(out, settings, resume, "conversion")
 
     def restore(self, states: HiddenStates) -> int:
         """Take up the hidden states that were kept last; returns how many layers were done."""
-        with self._whole():
+        with self.whole():
             return states.restore()
-
-    def _empty(self) -> None:
-        for path in self.folder.iterdir():
-            if path.name != "lock":
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Raises KvfoldError where what is read is damaged."""
-        try:
-            yield
-        except (ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise KvfoldError(
-                f"what is left of the conversion to {self._out} is damaged: leave out --resume to begin anew"
-            ) from error
 
     def begun(self) -> bool:
         """Whether there is anything worth going on from."""
@@ -144,7 +70,7 @@ class Work:
         self, index: int, way: int, stage: str = FOLDED
     ) -> tuple[FoldedLayout, float | None, tuple[float, float] | None]:
         """Layout and kept energy of a layer, and the errors before and after it was refined."""
-        with self._whole(), safe_open(self.layer(index, stage), framework="pt") as file:
+        with self.whole(), safe_open(self.layer(index, stage), framework="pt") as file:
             told = json.loads(file.metadata()["folds"])[way]
         refined = told["refined"]
         return FoldedLayout.from_dict(told["layout"]), told["kept_energy"], refined and tuple(refined)

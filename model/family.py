@@ -76,7 +76,11 @@ class Family:
 
     def attentions(self, model: Any) -> list[Any]:
         """The attention module of every layer of ``model`` (causal-LM or base), in order."""
-        return [getattr(layer, self.attention) for layer in model.base_model.get_submodule(self.layers).children()]
+        return [getattr(layer, self.attention) for layer in self.decoder_layers(model)]
+
+    def decoder_layers(self, model: Any) -> list[Any]:
+        """The decoder layers of a model, in order."""
+        return list(model.base_model.get_submodule(self.layers).children())
 
     def rotary_module(self, model: Any) -> Any:
         """The rotary embedding module of ``model``, or None."""

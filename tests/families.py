@@ -53,8 +53,8 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "smollm3": _make("SmolLM3", no_rope_layers=[1, 0, 1]),
     "gpt2": _make("GPT2", "LMHeadModel", without=LEARNED | {"intermediate_size"}),
     "opt": _make("OPT", without=LEARNED | {"intermediate_size"}, ffn_dim=80, word_embed_proj_dim=48),
-    "cohere": _make("Cohere", use_qk_norm=True, logit_scale=1.0),
-    "cohere2": _make("Cohere2", sliding_window=12, layer_types=WINDOWS, logit_scale=1.0),
+    "cohere": _make("Cohere", use_qk_norm=True, logit_scale=0.5),
+    "cohere2": _make("Cohere2", sliding_window=12, layer_types=WINDOWS, logit_scale=0.5),
     "granite": _make(
         "Granite", attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=0.5, attention_bias=True
     ),

@@ -3,8 +3,8 @@
     python tests/benchmarks/quality.py demo/source --calibrate docs --evaluate docs
     python tests/benchmarks/quality.py demo/source --only narrow plan --json figures.json
 
-Conversions go to a temporary folder, one at a time. With --dtype bfloat16 the models and their caches are rounded. With
---long the perplexity in 2,048-token windows is measured, too. --also measures every conversion on other texts.
+Conversions go to a temporary folder, one at a time. --long measures the perplexity in 2,048-token windows, too;
+--rounded that of the models, source and folded, rounded to bfloat16 with their caches; --also that on other texts.
 """
 
 from __future__ import annotations
@@ -64,19 +64,22 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--long", action="store_true")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--rounded", action="store_true")
     parser.add_argument("--only", nargs="*", choices=RUNS, default=list(RUNS))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    measures = [(text, arguments.window, arguments.windows) for text in (arguments.evaluate, *arguments.also)]
+    size = (arguments.window, arguments.windows)
+    measures = [(text, *size, "auto") for text in (arguments.evaluate, *arguments.also)]
+    if arguments.rounded:
+        measures.append((arguments.evaluate, *size, "bfloat16"))
     if arguments.long:
-        measures.append((arguments.evaluate, 2048, 6))
+        measures.append((arguments.evaluate, 2048, 6, "auto"))
 
     def perplexities(path: str) -> list[float]:
-        return [evaluate([path], *measure, arguments.dtype)[0].perplexity for measure in measures]
+        return [evaluate([path], *measure)[0].perplexity for measure in measures]
 
     source = perplexities(arguments.source)
-    names = [f"{Path(text).stem}, {window}" for text, window, _ in measures]
+    names = [f"{Path(text).stem}, {window}" + ", bf16" * (dtype != "auto") for text, window, _, dtype in measures]
     print("source: perplexity " + ", ".join(f"{value:.3f} ({name})" for name, value in zip(names, source, strict=True)))
     print(f"\n| conversion | cache fraction | {' | '.join(names)} | seconds |")
     print("| --- " * (3 + len(names)) + "|")

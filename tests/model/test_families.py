@@ -20,10 +20,15 @@ from helpers import SIZES, relative
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from kvfold.analysis.logits import output_logits
 from kvfold.convert.conversion import convert
 from kvfold.convert.export import ExportOptions, export
 from kvfold.convert.native import native_model
 from kvfold.convert.options import ConvertOptions
+from kvfold.finetune.distillation import teach
+from kvfold.finetune.documents import document_inputs
+from kvfold.finetune.loss import LossWeights
+from kvfold.finetune.trainable import LoraSettings, choose, share_frozen, without_dropout
 from kvfold.model import KvfoldError, families, family_of
 
 NAMES = sorted(FAMILIES)
@@ -95,6 +100,51 @@ def test_folded_is_the_plain_class_with_folded_weights(
     plain = native_model(folded)
     assert type(plain).__module__.startswith("transformers.")
     assert note(name, "folded", relative(folded(ids).logits, plain(ids).logits)) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_documents_in_one_sequence_do_not_see_each_other(converted: Any, name: str, ids: torch.Tensor) -> None:
+    # Positions that start anew tell transformers where a document begins; training on packed text rests on it.
+    positions = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
+    for model in map(copy.deepcopy, converted(name, "calibrated")[:2]):
+        without_dropout(model)
+        for training in (False, True):
+            model.train(training)
+            packed = model.base_model(ids, use_cache=False, **document_inputs(model, positions)).last_hidden_state
+            apart = [model.base_model(part, use_cache=False).last_hidden_state for part in ids.split([7, 13], dim=1)]
+            assert relative(packed, torch.cat(apart, dim=1)) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_logits_of_hidden_states_are_the_models(converted: Any, name: str, ids: torch.Tensor) -> None:
+    for model in converted(name, "calibrated")[:2]:
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state
+        torch.testing.assert_close(output_logits(model, hidden), model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_learns_from_its_source(converted: Any, name: str, ids: torch.Tensor) -> None:
+    source, folded = (copy.deepcopy(model) for model in converted(name, "mean", 0.5, "head")[:2])
+    model = choose(folded, "lora", LoraSettings(rank=4, alpha=8))
+    share_frozen(folded, source)
+    teach(folded, source, LossWeights(hidden=0.1))
+    optimiser = torch.optim.Adam((each for each in model.parameters() if each.requires_grad), lr=5e-3)
+    batch = {"input_ids": ids, "position_ids": torch.arange(20).expand(2, -1), "labels": ids}
+    before = model.eval()(**batch)["loss"].item()
+    model.train()
+    for _ in range(8):
+        optimiser.zero_grad()
+        model(**batch)["loss"].backward()
+        optimiser.step()
+    after = model.eval()(**batch)["loss"].item()
+    del folded.forward
+    with torch.no_grad():
+        adapted = model(input_ids=ids, use_cache=False).logits
+        merged = model.merge_and_unload()(input_ids=ids, use_cache=False).logits
+    assert after < 0.7 * before
+    assert relative(merged, adapted) < 1e-4
 
 
 @pytest.mark.parametrize("implementation", ["default", "eager"])

@@ -1,0 +1,181 @@
+"""``kvfold uptrain``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options import TEXT_HELP, AllowPickle, Device, Json, Model, Seed, Token
+from .output import bars, check_json, console, track, write_json
+
+if TYPE_CHECKING:
+    from ..finetune.training import Moment
+
+
+def uptrain(
+    model: Model,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT[:WEIGHT]",
+            help=f"To train on, again for a mixture. {TEXT_HELP}, or self (the source writes it). Default: docs.",
+        ),
+    ] = None,
+    evaluate: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Held-out text. Default: the end of each text is held out.")
+    ] = None,
+    train: Annotated[
+        str,
+        typer.Option(help="lora: adapters on the attention; attention: it and the norms in full; full: everything."),
+    ] = "lora",
+    lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 32,
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="Their scale, times the rank. Default: twice the rank.")
+    ] = None,
+    lora_mlp: Annotated[bool, typer.Option("--lora-mlp", help="Adapters on the MLPs, too.")] = False,
+    adapter: Annotated[str | None, typer.Option(metavar="DIR", help="Go on from this PEFT adapter of MODEL.")] = None,
+    keep_adapter: Annotated[bool, typer.Option("--keep-adapter", help="Write the adapter, too: OUT/adapter.")] = False,
+    loss: Annotated[
+        str, typer.Option(help="distill: KL from the teacher; lm: next tokens, no teacher; mixed: both.")
+    ] = "distill",
+    lm_share: Annotated[float, typer.Option(help="Share of the next-token loss in mixed.")] = 0.5,
+    hidden: Annotated[float, typer.Option(help="Weight of the distance between the layers' outputs.")] = 0.0,
+    teacher: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Default: the source that kvfold.json names.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="N", help="To train on: 200k, 2M, … Default: 200k.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Train for about so long, instead of a number of tokens.")
+    ] = None,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
+    batch: Annotated[int, typer.Option(help="Sequences a step, on each device.")] = 4,
+    accumulation: Annotated[int, typer.Option(help="Batches whose gradients make a step.")] = 1,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="At its highest. Default: 1e-3 for lora, 2e-4 for attention, 5e-5 for full.")
+    ] = None,
+    warmup: Annotated[float, typer.Option(help="Share of the steps in which the rate rises; then a cosine.")] = 0.05,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--checkpoint-activations", help="Less memory: compute activations again when needed.")
+    ] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the layers by torch.compile.")] = False,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Shard over the processes of torchrun (FSDP2).")] = False,
+    evaluate_every: Annotated[
+        str | None, typer.Option(metavar="N", help="Tokens between evaluations. Default: ten evaluations.")
+    ] = None,
+    patience: Annotated[
+        int | None, typer.Option(help="Stop after so many evaluations that were no better. Default: never.")
+    ] = None,
+    report_to: Annotated[str, typer.Option(help="none, tensorboard or wandb.")] = "none",
+    workers: Annotated[int, typer.Option(help="Processes that tokenise.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run to OUT that was interrupted.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace OUT where it exists.")] = False,
+    json: Json = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    token: Token = None,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Train the converted checkpoint MODEL against its source, and write the result to the folder OUT.
+
+    Example: kvfold uptrain folded/ uptrained/ --text mine.jsonl --tokens 2M
+    """
+    check_json(json, model, out)
+    from ..analysis.hub import Access
+    from ..finetune.options import UptrainOptions, token_count
+    from ..finetune.trainable import LoraSettings
+    from ..finetune.uptrain import uptrain as run
+
+    options = UptrainOptions(
+        texts=tuple(text or ["docs"]),
+        evaluate=evaluate,
+        train=train,
+        lora=LoraSettings(lora_rank, 2.0 * lora_rank if lora_alpha is None else lora_alpha, lora_mlp),
+        adapter=adapter,
+        keep_adapter=keep_adapter,
+        loss=loss,
+        lm_share=lm_share,
+        hidden=hidden,
+        teacher=teacher,
+        tokens=None if tokens is None else token_count(tokens),
+        minutes=minutes,
+        sequence=sequence,
+        batch=batch,
+        accumulation=accumulation,
+        learning_rate=learning_rate,
+        warmup=warmup,
+        clip=clip,
+        checkpoint_activations=checkpoint_activations,
+        compile=compile,
+        fsdp=fsdp,
+        evaluate_every=None if evaluate_every is None else token_count(evaluate_every),
+        patience=patience,
+        report_to=report_to,
+        workers=workers,
+        overwrite=overwrite,
+        resume=resume,
+        seed=seed,
+        device=device,
+        access=Access(None, token, allow_pickle),
+    )
+    with _watching() as watch:
+        result = run(model, out, options, track, watch)
+    if result is None:  # one of several processes, not the first
+        return
+    (*_, last) = result.recipe.uptraining
+    name = "ratio" if "ratio" in last else "perplexity"
+    what = "held-out perplexity against the teacher's" if name == "ratio" else "held-out perplexity"
+    console.print(
+        f"{what} {last[name]['before']:.4f} → {last[name]['after']:.4f} after {last['tokens']:,} tokens, "
+        f"in {last['seconds']:.0f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"written to {result.out} (train_log.jsonl, training.png)", highlight=False, soft_wrap=True)
+    write_json(json, last | {"out": str(result.out), "log": result.log})
+
+
+@contextmanager
+def _watching() -> Iterator[Callable[[Moment], None]]:
+    """A bar with the figures on the terminal; where there is none, a line for each evaluation."""
+    with bars("{task.fields[figures]}") as progress:
+        if progress is None:
+            yield _Lines()
+            return
+        task = progress.add_task("training", total=None, figures="")
+
+        def show(moment: Moment) -> None:
+            figures = _figures(moment)
+            progress.update(task, completed=moment.step, total=moment.steps, figures=figures)
+
+        yield show
+
+
+class _Lines:
+    """Prints where an evaluation is new."""
+
+    def __init__(self) -> None:
+        self._told: float | None = None
+
+    def __call__(self, moment: Moment) -> None:
+        if moment.perplexity is not None and moment.perplexity != self._told:
+            self._told = moment.perplexity
+            left = f", {moment.seconds_left:.0f} s left" if moment.tokens_per_second else ""
+            console.print(f"{moment.tokens:,} tokens: {_figures(moment)}{left}", highlight=False, soft_wrap=True)
+
+
+def _figures(moment: Moment) -> str:
+    parts = []
+    if moment.loss is not None:
+        parts.append(f"loss {moment.loss:.4f}")
+    if moment.ratio is not None:
+        parts.append(f"perplexity ratio {moment.ratio:.4f}")
+    elif moment.perplexity is not None:
+        parts.append(f"perplexity {moment.perplexity:.2f}")
+    if moment.tokens_per_second:
+        parts.append(f"{moment.tokens_per_second:,.0f} tokens/s")
+    return ", ".join(parts)

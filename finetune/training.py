@@ -1,0 +1,251 @@
+"""The training itself: transformers' ``Trainer``, told what to do, and watched."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from ..analysis.loading import quiet
+from ..convert.writing import disk_errors
+from ..model import KvfoldError
+from .data import Packed, collate
+from .options import EVALUATIONS, UptrainOptions
+
+LOG = "train_log.jsonl"
+STATE = "trainer_state.json"  # what Trainer writes last into a checkpoint
+
+
+@dataclass(frozen=True)
+class Moment:
+    """How far training is. ``loss`` is the last one, ``ratio`` the held-out perplexity against the teacher's."""
+
+    step: int
+    steps: int
+    tokens: int
+    loss: float | None
+    perplexity: float | None
+    ratio: float | None
+    tokens_per_second: float
+    seconds_left: float
+
+
+Watch = Callable[[Moment], None]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of a run, tokens a step (of all processes), and steps between evaluations."""
+
+    steps: int
+    tokens_a_step: int
+    evaluate_steps: int
+
+    @classmethod
+    def of(cls, tokens: int, options: UptrainOptions, processes: int) -> Schedule:
+        """That of so many tokens, in whole steps."""
+        step = options.sequence * options.batch * options.accumulation * processes
+        steps = max(1, math.ceil(tokens / step))
+        every = math.ceil(steps / EVALUATIONS) if options.evaluate_every is None else options.evaluate_every // step
+        return cls(steps, step, min(max(1, every), steps))
+
+
+def train(
+    model: Any, data: Packed, schedule: Schedule, options: UptrainOptions, folder: Path, watch: Watch
+) -> FoldedTrainer:
+    """Train ``model``, whose forward pass gives its loss (see ``teach``), from the last whole checkpoint in ``folder``.
+
+    Args:
+        model: as ``choose`` made it. data: to train and evaluate on. schedule: how long. options: all else.
+        folder: for checkpoints. watch: is told how far training is.
+
+    Returns the trainer, with the weights that did best on the held-out data; its state has the log.
+
+    Raises KvfoldError where the loss is no number any more: the last good checkpoint stays.
+    """
+    earlier = last_checkpoint(folder)
+    with quiet():
+        trainer = FoldedTrainer(
+            model=model,
+            args=_arguments(schedule, options, folder, begins=earlier is None),
+            train_dataset=data.train,
+            eval_dataset=data.held_out,
+            data_collator=collate,
+            compute_metrics=_next_token_losses,
+            callbacks=[_Watcher(schedule, watch, folder)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        if options.patience is not None:
+            trainer.add_callback(EarlyStoppingCallback(options.patience))
+        trainer.loss_is_scaled_for_ga = False  # ours is the mean of a batch
+        trainer.model_accepts_loss_kwargs = False
+        trainer.train(resume_from_checkpoint=earlier)
+    return trainer
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end, or None."""
+    whole = []
+    for path in folder.glob("checkpoint-*"):
+        try:
+            whole.append((json.loads((path / STATE).read_text(encoding="utf-8"))["global_step"], str(path)))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return max(whole)[1] if whole else None
+
+
+class FoldedTrainer(Trainer):
+    """``Trainer`` that stops where the loss is no number."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if not torch.isfinite(loss):
+            self._stop("the loss")
+        return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = super().evaluate(*args, **kwargs)
+        if not math.isfinite(metrics.get("eval_loss", 0.0)):  # before a checkpoint is made of such weights
+            self._stop("the held-out loss")
+        return metrics
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with disk_errors(Path(self.args.output_dir)):
+            try:
+                super()._save_checkpoint(*args, **kwargs)
+            except RuntimeError as error:  # what torch.save makes of a full disk
+                if "inline_container" not in str(error) and "PytorchStreamWriter" not in str(error):
+                    raise
+                raise OSError(errno.ENOSPC, "no space left on the disk") from error
+
+    def _stop(self, what: str) -> None:
+        raise KvfoldError(
+            f"{what} is no number any more at step {self.state.global_step + 1}: use a lower learning rate (it was "
+            f"{self.args.learning_rate:g}); the last good checkpoint is kept, and --resume goes on from it"
+        )
+
+
+def _next_token_losses(prediction: Any) -> dict[str, float]:
+    """Mean next-token loss of the student and, where there is one, the teacher, in nats."""
+    found = prediction.predictions
+    rows = found if isinstance(found, tuple) else (found,)
+    return {name: float(each.mean()) for name, each in zip(("student", "teacher"), rows, strict=False)}
+
+
+def _arguments(schedule: Schedule, options: UptrainOptions, folder: Path, begins: bool) -> TrainingArguments:
+    device = torch.device(options.device)
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    sharded: dict[str, Any] = {}
+    if options.fsdp:
+        sharded = {
+            "fsdp": True,
+            "fsdp_config": {
+                "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT",
+                "activation_checkpointing": options.checkpoint_activations,
+            },
+        }  # fmt: skip
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=schedule.steps,
+        per_device_train_batch_size=options.batch,
+        per_device_eval_batch_size=options.batch,
+        gradient_accumulation_steps=options.accumulation,
+        learning_rate=options.rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(options.warmup * schedule.steps),
+        weight_decay=0.0,
+        adam_beta2=0.95,
+        max_grad_norm=options.clip,
+        optim="adamw_torch_fused",
+        bf16=bf16,
+        activation_checkpointing=options.checkpoint_activations and not options.fsdp,
+        activation_checkpointing_kwargs={"use_reentrant": False},
+        eval_strategy="steps",
+        eval_steps=schedule.evaluate_steps,
+        eval_on_start=begins,
+        save_strategy="steps",
+        save_steps=schedule.evaluate_steps,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+        logging_steps=max(1, schedule.steps // 200),
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        report_to=[] if options.report_to == "none" else [options.report_to],
+        seed=options.seed,
+        data_seed=options.seed,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        disable_tqdm=True,
+        use_cpu=device.type == "cpu",
+        dataloader_pin_memory=device.type == "cuda",
+        ddp_find_unused_parameters=False,
+        **sharded,
+    )
+
+
+class _Watcher(TrainerCallback):
+    """Completes the log's entries, writes them down as they come, and tells how far training is."""
+
+    def __init__(self, schedule: Schedule, watch: Watch, folder: Path) -> None:
+        self._schedule, self._watch, self._folder = schedule, watch, folder
+        self._began = self._first = 0.0
+        self._loss: float | None = None
+        self._measured: dict[str, float] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began, self._first = time.monotonic(), state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._tell(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        entry = state.log_history[-1]
+        entry["tokens"] = state.global_step * self._schedule.tokens_a_step
+        if "loss" in entry:
+            self._loss = entry["loss"]
+        if "eval_loss" in entry:
+            student, teacher = entry["eval_student"], entry.get("eval_teacher")
+            self._measured = {"perplexity": math.exp(min(student, 700.0))}
+            if teacher is not None:
+                self._measured["ratio"] = math.exp(min(student - teacher, 700.0))
+            entry.update(self._measured)
+            for name in [name for name in entry if name.startswith("eval_") and name != "eval_loss"]:
+                del entry[name]
+        if state.is_world_process_zero:
+            write_log(self._folder, state.log_history)
+        self._tell(state)
+
+    def _tell(self, state: Any) -> None:
+        seconds, done = time.monotonic() - self._began, state.global_step - self._first
+        pace = seconds / done if done else 0.0
+        if not state.is_world_process_zero:
+            return
+        size, steps = self._schedule.tokens_a_step, self._schedule.steps
+        self._watch(
+            Moment(
+                step=state.global_step,
+                steps=steps,
+                tokens=state.global_step * size,
+                loss=self._loss,
+                perplexity=self._measured.get("perplexity"),
+                ratio=self._measured.get("ratio"),
+                tokens_per_second=size / pace if pace else 0.0,
+                seconds_left=pace * (steps - state.global_step),
+            )
+        )
+
+
+def write_log(folder: Path, history: list[dict[str, Any]]) -> None:
+    """Write ``train_log.jsonl``: one line for each logged step and each evaluation."""
+    lines = [json.dumps(entry) + "\n" for entry in history if "loss" in entry or "eval_loss" in entry]
+    (folder / LOG).write_text("".join(lines), encoding="utf-8")

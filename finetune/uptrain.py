@@ -1,0 +1,257 @@
+"""Uptraining: a converted checkpoint in, one of the same kind out, closer to its source."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from accelerate import PartialState
+from transformers import AutoConfig
+
+from ..analysis.loading import DTYPES, Checkpoint, load, locate, quiet
+from ..analysis.plots import training_curve
+from ..analysis.progress import Track, silent
+from ..analysis.text import EVALUATE, TextSource
+from ..convert.recipe import Recipe, describe_source
+from ..convert.unfinished import Unfinished
+from ..convert.writing import DiskError, copy_beside, require_free, whole_folder
+from ..model import KvfoldError, family_of, is_folded
+from .data import Packed, Packing, WeightedText, packed_texts
+from .distillation import teach
+from .options import EVALUATIONS, TOKENS, UptrainOptions
+from .self_text import written_documents
+from .teacher import load_teacher, shard_teacher
+from .trainable import choose, share_frozen, trained_parameters
+from .training import FoldedTrainer, Schedule, Watch, train, write_log
+
+
+@dataclass(frozen=True)
+class Uptraining:
+    """What came out: the folder, the recipe written into it, and the training log."""
+
+    out: Path
+    recipe: Recipe
+    log: list[dict[str, Any]]
+
+
+def uptrain(
+    path: str, out: str, options: UptrainOptions, track: Track = silent, watch: Watch = lambda moment: None
+) -> Uptraining | None:
+    """Train the converted checkpoint at ``path`` against its source, and write the result into the folder ``out``.
+
+    Run by several processes (torchrun, accelerate), all of them call this; the first one writes and returns what came
+    out, the others return None. An interruption leaves ``.OUT.unfinished``, from which ``options.resume`` goes on.
+
+    Raises KvfoldError for bad input, for a loss that is no number any more, or a full disk.
+    """
+    target = Path(out).expanduser()
+    require_free(target, options.overwrite, Path(path).expanduser())
+    texts = [WeightedText.parse(each) for each in options.texts]
+    evaluate = None if options.evaluate is None else TextSource(options.evaluate, EVALUATE)
+    location = locate(path, options.access)
+    if location.gguf or not is_folded(AutoConfig.from_pretrained(location.folder)):
+        raise KvfoldError(f"{path} is not folded: convert it first, then uptrain the result")
+    recipe = Recipe.read(location.folder)
+    processes = PartialState(cpu=torch.device(options.device).type == "cpu")
+    started = time.monotonic()
+    unfinished = None
+    if processes.is_main_process:
+        files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in location.files}
+        settings = _settings(options) | {"model": str(location.folder), "files": files}
+        unfinished = Unfinished(target, settings, options.resume, "uptraining")
+    processes.wait_for_everyone()
+    folder = target.parent / f".{target.name}.unfinished"
+    try:
+        run = _Run(path, recipe, texts, evaluate, options, folder, processes, track)
+        trainer = run.train(watch)
+        result = run.write(trainer, target, time.monotonic() - started)
+    except BaseException as error:
+        if unfinished is not None:
+            _leave(unfinished, error)
+        raise
+    if unfinished is not None:
+        unfinished.discard()
+    return result
+
+
+def _leave(unfinished: Unfinished, error: BaseException) -> None:
+    """Keep what is worth going on from: there is a checkpoint. Raises DiskError with that said, for a full disk."""
+    if not any(unfinished.folder.glob("checkpoint-*")):
+        unfinished.discard()
+        return
+    unfinished.close()
+    if isinstance(error, DiskError):
+        raise DiskError(f"{error}; the last checkpoint is kept, and --resume goes on from it") from error
+
+
+def _settings(options: UptrainOptions) -> dict[str, Any]:
+    """What decides the result of a run, and whether an interrupted one may go on."""
+    entries = asdict(options)
+    for name in ("overwrite", "resume", "access", "report_to", "workers", "device", "keep_adapter"):
+        del entries[name]
+    return entries
+
+
+class _Run:
+    """One run, with what it has loaded."""
+
+    def __init__(
+        self, path: str, recipe: Recipe, texts: list[WeightedText], evaluate: TextSource | None,
+        options: UptrainOptions, folder: Path, processes: PartialState, track: Track,
+    ) -> None:  # fmt: skip
+        self.path, self.recipe, self.texts, self.evaluate = path, recipe, texts, evaluate
+        self.options, self.folder, self.processes, self.track = options, folder, processes, track
+        device = options.device if processes.num_processes == 1 else str(processes.device)
+        on_cpu = torch.device(device).type == "cpu"
+        # Adapters may sit on rounded weights; weights that are trained themselves must not be rounded.
+        dtype = "float32" if on_cpu or options.train != "lora" else "auto"
+        self.student = load(path, dtype, device, options.access)
+        self.teacher = None
+        if options.loss != "lm":
+            held = "float32" if on_cpu else "auto"
+            self.teacher = load_teacher(options.teacher, recipe.source, self.student, held, device, options.access)
+        longest = getattr(self.student.config, "max_position_embeddings", None)
+        if longest and options.sequence > longest:
+            raise KvfoldError(
+                f"sequences of {options.sequence} tokens are longer than the {longest} positions of {path}"
+            )
+        if self.student.tokenizer is None:
+            raise KvfoldError(f"{path} has no tokenizer, which text needs")
+
+    def train(self, watch: Watch) -> FoldedTrainer:
+        options, student = self.options, self.student.model
+        self.model = choose(student, options.train, options.lora, options.seed, options.adapter)
+        self.trained = trained_parameters(self.model)
+        teacher = None if self.teacher is None else self.teacher.model
+        self.schedule = self._schedule(teacher)
+        with self.processes.main_process_first():
+            self.data = self._data()
+        if teacher is not None and not options.fsdp:
+            share_frozen(self.model, teacher)
+        if options.compile:
+            for each in (student, teacher):
+                for layer in [] if each is None else family_of(each.config).decoder_layers(each):
+                    layer.compile()
+        if options.fsdp and teacher is not None:
+            shard_teacher(teacher, self.processes.device.type, self.processes.num_processes)
+        teach(student, teacher, options.weights)
+        return train(self.model, self.data, self.schedule, options, self.folder, watch)
+
+    def _schedule(self, teacher: Any) -> Schedule:
+        """How long to train. Minutes are turned into tokens by trying a step (once: a resumed run keeps the number)."""
+        options, count = self.options, self.processes.num_processes
+        if options.minutes is None:
+            return Schedule.of(options.tokens or TOKENS, options, count)
+        if count > 1:
+            raise KvfoldError("--minutes is for one process: with several, give --tokens")
+        told = self.folder / "tokens.txt"
+        if not told.is_file():
+            told.write_text(str(self._tokens_in(options.minutes, teacher)), encoding="utf-8")
+        return Schedule.of(int(told.read_text(encoding="utf-8")), options, count)
+
+    def _tokens_in(self, minutes: float, teacher: Any) -> int:
+        """Tokens that can be trained on in so long, evaluations included."""
+        options = self.options
+        size = (options.batch, options.sequence)
+        ids = torch.randint(self.student.config.vocab_size, size, generator=torch.Generator().manual_seed(options.seed))
+        batch = {"input_ids": ids, "position_ids": torch.arange(size[1]).expand(size), "labels": ids}
+        batch = {name: tensor.to(self.student.model.device) for name, tensor in batch.items()}
+        seconds = 0.0
+        teach(self.student.model, teacher, options.weights)
+        for _ in range(2):  # the first one is slower
+            began = time.monotonic()
+            self.model.train()(**batch)["loss"].backward()
+            self.model.zero_grad()
+            seconds = time.monotonic() - began
+        for each in (self.student.model, teacher):
+            if each is not None:
+                del each.forward
+        evaluated = EVALUATIONS + 3
+        token = seconds / (options.batch * options.sequence)
+        # Evaluating takes a third of the time of training on as many tokens, and a twentieth of the text is held out.
+        return max(1, int(minutes * 60 / (token * (1 + evaluated / 3 / 20))))
+
+    def _data(self) -> Packed:
+        options = self.options
+        packing = Packing(
+            options.sequence,
+            -(-self.schedule.steps * self.schedule.tokens_a_step // options.sequence),
+            options.workers,
+            options.seed,
+        )
+        with self.track("packing text", 1) as advance:
+            packed = packed_texts(self.texts, self.evaluate, self.student.tokenizer, packing, self._write)
+            advance(1)
+        return packed
+
+    def _write(self, tokens: int) -> list[list[int]]:
+        """Text ``self``: what the source writes."""
+        writer = self.teacher or self.student
+        described = describe_source(writer.path, writer.folder, writer.config)
+        identity = (described.get("sha256") or described["revision"])[:32]
+        return written_documents(writer.model, writer.tokenizer, identity, tokens, self.options.seed, self.track)
+
+    def write(self, trainer: FoldedTrainer, target: Path, seconds: float) -> Uptraining | None:
+        """Merge and write the result; None in all processes but the first."""
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if self.options.fsdp else None
+        if not self.processes.is_main_process:
+            return None
+        model = self.model if state is None else self._rebuilt(state)
+        log, recipe = trainer.state.log_history, self._told(trainer, seconds)
+        with whole_folder(target) as folder, quiet():
+            if self.options.keep_adapter:
+                model.save_pretrained(folder / "adapter")
+            merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+            with suppress(AttributeError):
+                del merged.forward
+            merged.to(DTYPES[recipe.dtype]).save_pretrained(folder)
+            copy_beside(self.student.folder, folder)
+            recipe.write(folder)
+            write_log(folder, log)
+            figure = training_curve(log)
+            figure.savefig(folder / "training.png", dpi=120)
+            plt.close(figure)
+        return Uptraining(target, recipe, log)
+
+    def _rebuilt(self, state: dict[str, torch.Tensor]) -> Any:
+        """The trained model in one piece, of the state dict that the processes have put together."""
+        options = self.options
+        fresh: Checkpoint = load(self.path, "float32", "cpu", options.access)
+        model = choose(fresh.model, options.train, options.lora, options.seed, options.adapter)
+        model.load_state_dict(state, strict=False)
+        return model
+
+    def _told(self, trainer: FoldedTrainer, seconds: float) -> Recipe:
+        """The recipe with this run."""
+        options, log = self.options, [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+        best = min(log, key=lambda entry: entry["eval_loss"])
+        if best is log[0]:
+            raise KvfoldError(
+                f"nothing was better than the start (held-out loss {best['eval_loss']:.4f}): try a lower learning rate "
+                f"than {options.rate:g}, or more tokens"
+            )
+        size = self.schedule.tokens_a_step
+        run: dict[str, Any] = {
+            "texts": list(options.texts),
+            "held_out": options.evaluate,
+            "teacher": None if self.teacher is None else self.teacher.path,
+            "train": options.train,
+            "trained_parameters": self.trained,
+            "loss": asdict(options.weights),
+            "tokens": best["tokens"],
+            "tokens_trained": trainer.state.global_step * size,
+            "sequence": options.sequence,
+            "tokens_a_step": size,
+            "learning_rate": options.rate,
+            "seed": options.seed,
+            "seconds": seconds,
+        }
+        run |= {name: {"before": log[0][name], "after": best[name]} for name in ("perplexity", "ratio") if name in best}
+        if options.train == "lora":
+            run["lora"] = asdict(options.lora)
+        return replace(self.recipe, uptraining=[*self.recipe.uptraining, run])
