@@ -23,25 +23,25 @@ _progress_console = Console(stderr=True)
 @contextmanager
 def track(description: str, total: int) -> Iterator[Advance]:
     """A progress bar on the terminal; nothing where standard error is not one."""
+    if not on_terminal():
+        yield lambda steps: None
+        return
     with bars() as progress:
-        if progress is None:
-            yield lambda steps: None
-            return
         task = progress.add_task(description, total=total)
         yield lambda steps: progress.advance(task, steps)
 
 
-@contextmanager
-def bars(more: str | None = None) -> Iterator[Progress | None]:
-    """Progress bars, with another column of this format; None where standard error is no terminal."""
-    if not _progress_console.is_terminal:
-        yield None
-        return
+def on_terminal() -> bool:
+    """Whether there is somebody to show bars to."""
+    return _progress_console.is_terminal
+
+
+def bars(more: str | None = None) -> Progress:
+    """Progress bars, with another column of this format; for use in a with statement."""
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     if more is not None:
         columns.append(TextColumn(more))
-    with Progress(*columns, console=_progress_console, transient=True) as progress:
-        yield progress
+    return Progress(*columns, console=_progress_console, transient=True)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from .options import TEXT_HELP, AllowPickle, Device, Json, Model, Seed, Token
-from .output import bars, check_json, console, track, write_json
-
-if TYPE_CHECKING:
-    from ..finetune.training import Moment
+from .output import check_json, console, track, write_json
+from .training import watching
 
 
 def uptrain(
@@ -122,7 +118,7 @@ def uptrain(
         device=device,
         access=Access(None, token, allow_pickle),
     )
-    with _watching() as watch:
+    with watching() as watch:
         result = run(model, out, options, track, watch)
     if result is None:  # one of several processes, not the first
         return
@@ -137,45 +133,3 @@ def uptrain(
     )
     console.print(f"written to {result.out} (train_log.jsonl, training.png)", highlight=False, soft_wrap=True)
     write_json(json, last | {"out": str(result.out), "log": result.log})
-
-
-@contextmanager
-def _watching() -> Iterator[Callable[[Moment], None]]:
-    """A bar with the figures on the terminal; where there is none, a line for each evaluation."""
-    with bars("{task.fields[figures]}") as progress:
-        if progress is None:
-            yield _Lines()
-            return
-        task = progress.add_task("training", total=None, figures="")
-
-        def show(moment: Moment) -> None:
-            figures = _figures(moment)
-            progress.update(task, completed=moment.step, total=moment.steps, figures=figures)
-
-        yield show
-
-
-class _Lines:
-    """Prints where an evaluation is new."""
-
-    def __init__(self) -> None:
-        self._told: float | None = None
-
-    def __call__(self, moment: Moment) -> None:
-        if moment.perplexity is not None and moment.perplexity != self._told:
-            self._told = moment.perplexity
-            left = f", {moment.seconds_left:.0f} s left" if moment.tokens_per_second else ""
-            console.print(f"{moment.tokens:,} tokens: {_figures(moment)}{left}", highlight=False, soft_wrap=True)
-
-
-def _figures(moment: Moment) -> str:
-    parts = []
-    if moment.loss is not None:
-        parts.append(f"loss {moment.loss:.4f}")
-    if moment.ratio is not None:
-        parts.append(f"perplexity ratio {moment.ratio:.4f}")
-    elif moment.perplexity is not None:
-        parts.append(f"perplexity {moment.perplexity:.2f}")
-    if moment.tokens_per_second:
-        parts.append(f"{moment.tokens_per_second:,.0f} tokens/s")
-    return ", ".join(parts)

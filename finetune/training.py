@@ -118,7 +118,7 @@ class FoldedTrainer(Trainer):
         return metrics
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with disk_errors(Path(self.args.output_dir)):
+        with disk_errors(Path(str(self.args.output_dir))):
             try:
                 super()._save_checkpoint(*args, **kwargs)
             except RuntimeError as error:  # what torch.save makes of a full disk

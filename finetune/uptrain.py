@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -106,6 +107,8 @@ class _Run:
     ) -> None:  # fmt: skip
         self.path, self.recipe, self.texts, self.evaluate = path, recipe, texts, evaluate
         self.options, self.folder, self.processes, self.track = options, folder, processes, track
+        # torchrun with --fsdp, or a config of accelerate that asks for it.
+        self.sharded = options.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         device = options.device if processes.num_processes == 1 else str(processes.device)
         on_cpu = torch.device(device).type == "cpu"
         # Adapters may sit on rounded weights; weights that are trained themselves must not be rounded.
@@ -131,13 +134,13 @@ class _Run:
         self.schedule = self._schedule(teacher)
         with self.processes.main_process_first():
             self.data = self._data()
-        if teacher is not None and not options.fsdp:
+        if teacher is not None and not self.sharded:
             share_frozen(self.model, teacher)
         if options.compile:
             for each in (student, teacher):
                 for layer in [] if each is None else family_of(each.config).decoder_layers(each):
                     layer.compile()
-        if options.fsdp and teacher is not None:
+        if self.sharded and teacher is not None:
             shard_teacher(teacher, self.processes.device.type, self.processes.num_processes)
         teach(student, teacher, options.weights)
         return train(self.model, self.data, self.schedule, options, self.folder, watch)
@@ -198,7 +201,7 @@ class _Run:
 
     def write(self, trainer: FoldedTrainer, target: Path, seconds: float) -> Uptraining | None:
         """Merge and write the result; None in all processes but the first."""
-        state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if self.options.fsdp else None
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if self.sharded else None
         if not self.processes.is_main_process:
             return None
         model = self.model if state is None else self._rebuilt(state)
