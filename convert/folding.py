@@ -67,7 +67,7 @@ class Folding:
         self.widths = [
             latent_width(traits, self._of_layer(index), self.span) for index, traits in enumerate(self.traits)
         ]
-        self.ways: list[Way] = ways(options, self.traits, self.widths, compared=False)
+        self.ways: list[Way] = ways(options, self.traits, self.widths, self.span, compared=False)
         self.dtype = source.dtype if options.dtype == "auto" else DTYPES[options.dtype]
 
     def _of_layer(self, index: int) -> ConvertOptions:
@@ -157,7 +157,7 @@ class Folding:
         rows = calibration_rows(tokens, options, self.source.config)
         window = rows.shape[1]
         lossless = all(self._lossless(width, traits) for width, traits in zip(self.widths, self.traits, strict=True))
-        compared = [] if lossless else ways(options, self.traits, self.widths, compared=True)
+        compared = [] if lossless else ways(options, self.traits, self.widths, self.span, compared=True)
         wanted = min(HELD_OUT_ROWS, max(1, HELD_OUT_TOKENS // window), len(rows) // 2)
         held_out = wanted if len(compared) > 1 or (compared and options.refine) else 0
         if held_out:
@@ -198,12 +198,8 @@ class Folding:
 
     def _fold(self, index: int, parts: AttentionParts, weighted: WeightedLayer) -> list[FoldedWeights]:
         width, options = self.widths[index], self._of_layer(index)
-        problems = (
-            layer_problem(
-                parts, weighted, width, self.span, replace(way, key_heads=options.key_heads), options, self.dtype
-            )
-            for way in self.ways
-        )
+        ways = (replace(way, key_heads=options.key_heads or way.key_heads) for way in self.ways)
+        problems = (layer_problem(parts, weighted, width, self.span, way, options, self.dtype) for way in ways)
         return [self.method.fold(problem) for problem in problems]
 
     def _choose(self, source: Stream, ways: list[Stream]) -> None:

@@ -17,6 +17,7 @@ from .windows import Windows, choose_windows, cluster, even_groups, full_windows
 BALANCES = (0.05, 0.1, 0.2, 0.4)  # that are compared; the best one is among them wherever tried
 NARROW_BALANCES = (0.05, 0.1)
 FILLS = (1.0, 0.9)
+SHARED_BALANCES = (0.1, 0.3)
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,12 @@ class Way:
 
 
 def ways(
-    options: ConvertOptions, layers: Sequence[AttentionTraits], widths: Sequence[int], compared: bool
+    options: ConvertOptions, layers: Sequence[AttentionTraits], widths: Sequence[int], span: str, compared: bool
 ) -> list[Way]:
-    """The ways to be compared; one, where the options leave no choice or there is no text to compare on."""
+    """The ways to be compared; one, where the options leave no choice or there is no text to compare on.
+
+    Where the windows do not fit, they are narrowed, or shared by heads: models differ in which of the two costs less.
+    """
     narrow = any(
         width < full_width(traits, options) for traits, width in zip(layers, widths, strict=True)
     ) and not isinstance(options.rotary_pairs, int)
@@ -57,7 +61,26 @@ def ways(
         return [plain_way(options, options.key_heads)]
     balances = (options.balance,) if options.balance is not None else NARROW_BALANCES if narrow else BALANCES
     fills = FILLS if narrow else (1.0,)
-    return [Way(balance, fill, options.key_heads) for fill in fills for balance in balances]
+    found = [Way(balance, fill, options.key_heads) for fill in fills for balance in balances]
+    heads = shared_heads(layers, widths, span) if narrow and options.key_heads is None and not options.plan else None
+    if heads is not None:
+        balances = (options.balance,) if options.balance is not None else SHARED_BALANCES
+        found += [Way(balance, 1.0, heads) for balance in balances]
+    return found
+
+
+def shared_heads(layers: Sequence[AttentionTraits], widths: Sequence[int], span: str) -> int | None:
+    """As many windows for the KV heads of a layer to share as fit whole; None where heads cannot share any."""
+    rotating = [(traits, width) for traits, width in zip(layers, widths, strict=True) if traits.rotary_dim]
+    if any(traits.query_norm or traits.key_norm for traits, _ in rotating):
+        return None
+    most = min(min(width // traits.rotary_dim, traits.key_value_heads - 1) for traits, width in rotating)
+    if span == "all":
+        return max(most, 1) if min(traits.key_value_heads for traits, _ in rotating) > 1 else None
+    if any(traits.rotary_dim < traits.head_dim for traits, _ in rotating):
+        return None
+    whole = [heads for heads in range(most, 0, -1) if not any(width % heads for _, width in rotating)]
+    return whole[0] if whole else None
 
 
 def plain_way(options: ConvertOptions, key_heads: int | None) -> Way:

@@ -48,12 +48,13 @@ class Work(Unfinished):
     def save_layer(self, index: int, folds: list[FoldedWeights], stage: str = FOLDED) -> None:
         """Keep a layer, folded in one or several ways; a tensor that they have in common is kept once."""
         tensors = {}
-        for name, first in folds[0].tensors.items():
-            each = [fold.tensors[name] for fold in folds]
-            if all(tensor.data_ptr() == first.data_ptr() for tensor in each):
-                tensors[f"all/{name}"] = first
+        for name in dict.fromkeys(name for fold in folds for name in fold.tensors):  # whole windows need no key map
+            each = {way: fold.tensors[name] for way, fold in enumerate(folds) if name in fold.tensors}
+            if len(each) == len(folds) and len({tensor.data_ptr() for tensor in each.values()}) == 1:
+                tensors[f"all/{name}"] = each[0]
             else:
-                tensors |= {f"{way}/{name}": tensor for way, tensor in enumerate(each)}
+                # (clones, since a file does not take the same memory twice)
+                tensors |= {f"{way}/{name}": tensor.clone() for way, tensor in each.items()}
         told = [
             {"layout": fold.layout.to_dict(), "kept_energy": fold.kept_energy, "refined": fold.refined}
             for fold in folds

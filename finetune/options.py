@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass, field
 
@@ -95,6 +96,10 @@ class UptrainOptions:
             raise KvfoldError("warmup and lm-share are shares: 0 to 1")
         if self.train != "lora" and (self.adapter or self.keep_adapter or self.lora.mlp):
             raise KvfoldError("adapters are for --train lora")
+        if self.report_to != "none" and importlib.util.find_spec(self.report_to) is None:
+            raise KvfoldError(
+                f"--report-to {self.report_to} needs the package of this name: pip install {self.report_to}"
+            )
         if self.loss == "lm" and self.hidden:
             raise KvfoldError("--hidden needs a teacher, which loss lm does without")
 

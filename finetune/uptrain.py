@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -214,6 +215,8 @@ class _Run:
                 del merged.forward
             merged.to(DTYPES[recipe.dtype]).save_pretrained(folder)
             copy_beside(self.student.folder, folder)
+            if (plan := self.student.folder / "plan.yaml").is_file():
+                shutil.copyfile(plan, folder / plan.name)
             recipe.write(folder)
             write_log(folder, log)
             figure = training_curve(log)

@@ -4,7 +4,8 @@
     python tests/benchmarks/quality.py demo/source --only narrow plan --json figures.json
 
 Conversions go to a temporary folder, one at a time. --long measures the perplexity in 2,048-token windows, too;
---rounded that of the models, source and folded, rounded to bfloat16 with their caches; --also that on other texts.
+--rounded that with the latents rounded to bfloat16, as a cache of that dtype has them, and that of the models, source
+and folded, in bfloat16 altogether; --also that on other texts.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvfold.analysis.perplexity import evaluate
+from kvfold.analysis.loading import load
+from kvfold.analysis.moments import windows
+from kvfold.analysis.perplexity import evaluate_checkpoint
+from kvfold.analysis.text import TextSource
 from kvfold.convert.conversion import convert
 from kvfold.convert.options import ConvertOptions
+from kvfold.model import FoldedAttention
 
 REFINE = 8.0  # minutes
+CACHE, MODEL = "bf16 cache", "bf16"  # what is rounded
 
 RUNS: dict[str, list[dict[str, Any]]] = {
     "baselines": [
@@ -54,6 +60,19 @@ RUNS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+def perplexity(path: str, text: str, window: int, count: int, rounded: str) -> float:
+    """That of one model on one text, with nothing, its latents or all of it rounded."""
+    checkpoint = load(path, "bfloat16" if rounded == MODEL else "auto")
+    if rounded == CACHE:
+        for module in checkpoint.model.modules():
+            if isinstance(module, FoldedAttention):
+                module.latent_proj.register_forward_hook(
+                    lambda _module, _inputs, latent: latent.bfloat16().to(latent.dtype)
+                )
+    rows = windows(TextSource(text).tokens(checkpoint.tokenizer, window * count), window)
+    return evaluate_checkpoint(checkpoint, rows).perplexity
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source")
@@ -69,17 +88,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     size = (arguments.window, arguments.windows)
-    measures = [(text, *size, "auto") for text in (arguments.evaluate, *arguments.also)]
+    measures = [(text, *size, "") for text in (arguments.evaluate, *arguments.also)]
     if arguments.rounded:
-        measures.append((arguments.evaluate, *size, "bfloat16"))
+        measures += [(arguments.evaluate, *size, rounded) for rounded in (CACHE, MODEL)]
     if arguments.long:
-        measures.append((arguments.evaluate, 2048, 6, "auto"))
-
-    def perplexities(path: str) -> list[float]:
-        return [evaluate([path], *measure)[0].perplexity for measure in measures]
-
-    source = perplexities(arguments.source)
-    names = [f"{Path(text).stem}, {window}" + ", bf16" * (dtype != "auto") for text, window, _, dtype in measures]
+        measures.append((arguments.evaluate, 2048, 6, ""))
+    source = [perplexity(arguments.source, *measure) for measure in measures]
+    names = [", ".join(filter(None, (Path(text).stem, str(window), rounded))) for text, window, _, rounded in measures]
     print("source: perplexity " + ", ".join(f"{value:.3f} ({name})" for name, value in zip(names, source, strict=True)))
     print(f"\n| conversion | cache fraction | {' | '.join(names)} | seconds |")
     print("| --- " * (3 + len(names)) + "|")
@@ -90,7 +105,7 @@ def main() -> None:
                 calibrate=arguments.calibrate, calibrate_tokens=arguments.calibrate_tokens, overwrite=True, **run
             )
             recipe = convert(arguments.source, f"{folder}/folded", options).recipe
-            found = perplexities(f"{folder}/folded")
+            found = [perplexity(f"{folder}/folded", *measure) for measure in measures]
             ratios = [value / before for value, before in zip(found, source, strict=True)]
             told = " ".join(f"{name}={value}" for name, value in run.items() if name != "cache_fraction") or "(default)"
             shown = " | ".join(f"{value:,.3f}" for value in ratios)

@@ -30,11 +30,10 @@ def run(starter: list[str], folded: Path, out: Path, text: Path, *more: str) -> 
     return [(entry["step"], entry.get("loss", entry.get("eval_loss"))) for entry in log]
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-@pytest.mark.parametrize("train", ["lora", "attention", "full"])
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("way", "train"), [("ddp", "attention"), ("fsdp", "lora"), ("fsdp", "full")])
 def test_two_processes_are_one(folded: Path, text_file: Path, tmp_path: Path, way: str, train: str) -> None:
     same = ("--train", train, "--learning-rate", "2e-3")
     one = run([], folded, tmp_path / "one", text_file, *same, "--accumulation", "2")

@@ -321,9 +321,13 @@ def test_bad_input(folded: Path, source: Path, tmp_path: Path, options: Any, tok
         ({"train": "full", "keep_adapter": True}, "for --train lora"),
         ({"loss": "lm", "hidden": 1.0}, "needs a teacher"),
         ({"warmup": 1.0}, "shares"),
+        ({"report_to": "tensorboard"}, "needs the package of this name"),
     ],
 )
-def test_options_out_of_range(options: Any, changes: dict[str, Any], told: str) -> None:
+def test_options_out_of_range(
+    options: Any, changes: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(KvfoldError, match=told):
         options(**changes)
 
