@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -69,9 +70,11 @@ def uptrain(
     processes.wait_for_everyone()
     folder = target.parent / f".{target.name}.unfinished"
     try:
-        run = _Run(path, recipe, texts, evaluate, options, folder, processes, track)
-        trainer = run.train(watch)
-        result = run.write(trainer, target, time.monotonic() - started)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft's use of transformers, and the like
+            run = _Run(path, recipe, texts, evaluate, options, folder, processes, track)
+            trainer = run.train(watch)
+            result = run.write(trainer, target, time.monotonic() - started)
     except BaseException as error:
         if unfinished is not None:
             _leave(unfinished, error)
