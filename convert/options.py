@@ -42,7 +42,7 @@ class ConvertOptions:
         refine: minutes in which layers may be refined (see ``refine``); 0: not at all.
         balance: λ; None: found by KL from the source on held-out windows of the text.
         cache_dtype: the coarsest dtype that the cache will have; the value map is made to stand its rounding. ``auto``:
-            bfloat16, so that the model may be loaded in any dtype, but the weights' own where the fold is exact.
+            bfloat16, so that the model may be loaded in any dtype.
         dtype: of the written weights; ``auto``: the source's.
         max_shard_size: of the written files. overwrite: replace OUT. seed: of text ``self``. device: torch device.
         offload: keep the calibration text's hidden states on disk. resume: go on with an interrupted conversion.
@@ -203,11 +203,13 @@ def least_width(traits: AttentionTraits, options: ConvertOptions, span: str) -> 
 def cache_dtype(options: ConvertOptions, traits: AttentionTraits, width: int, weights: torch.dtype) -> torch.dtype:
     """The dtype whose rounding the value map of a layer is made to stand.
 
-    With as many columns as the input has, a latent can lose nothing at all, so there ``auto`` gives no accuracy away.
+    ``auto`` is bfloat16, which models are served in whatever they are stored in, but where the latent holds keys and
+    values whole, nothing has to stand anything.
     """
     if options.cache_dtype != "auto":
         return DTYPES[options.cache_dtype]
-    return weights if width >= traits.width and options.span != "head" else torch.bfloat16
+    whole = width >= 2 * traits.key_value_heads * traits.head_dim and options.span != "head"
+    return weights if whole else torch.bfloat16
 
 
 def rounding_noise(dtype: torch.dtype) -> float:

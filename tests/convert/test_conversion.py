@@ -16,7 +16,8 @@ from kvfold.analysis.divergence import divergences
 from kvfold.analysis.text import write_text
 from kvfold.convert.conversion import convert
 from kvfold.convert.methods import METHODS
-from kvfold.convert.options import ConvertOptions, rounding_noise
+from kvfold.convert.options import ConvertOptions, cache_dtype, rounding_noise
+from kvfold.model import family_of
 
 
 @pytest.fixture
@@ -74,9 +75,17 @@ def test_full_multi_head_loses_nothing_at_half(tmp_path: Path, run: Any, ids: to
     source.save_pretrained(tmp_path / "mha")
     # The text file's tokenizer has the same vocabulary; the random model does not mind what the ids mean.
     AutoTokenizer.from_pretrained(run()[0].name_or_path).save_pretrained(tmp_path / "mha")
-    model, recipe = run(tmp_path / "mha", method=method)
+    model, recipe = run(tmp_path / "mha", method=method, cache_dtype="float32")
     assert recipe.cache_fraction == 0.5
-    assert float((model(ids).logits - source(ids).logits).abs().max()) < 1e-3
+    expected = source(ids).logits
+    assert float((model(ids).logits - expected).abs().max()) < 1e-3
+
+
+def test_every_latent_but_the_whole_one_stands_a_coarse_cache() -> None:
+    (traits, *_) = family_of(llama(num_key_value_heads=6).config).traits_of(llama(num_key_value_heads=6))
+    chosen = [cache_dtype(ConvertOptions(), traits, width, torch.float32) for width in (24, 48, 95, 96)]
+    assert chosen == [torch.bfloat16] * 3 + [torch.float32]
+    assert cache_dtype(ConvertOptions(cache_dtype="float16"), traits, 96, torch.float32) == torch.float16
 
 
 @torch.no_grad()

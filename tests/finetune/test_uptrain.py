@@ -244,7 +244,8 @@ def test_stops_early_and_keeps_the_best(folded: Path, tmp_path: Path, options: A
     assert run["tokens"] == run["tokens_trained"] - 2 * 128
     assert losses[-3] == min(losses)
     again = uptrain(str(tmp_path / "out"), str(tmp_path / "again"), options(tokens=40 * 128, evaluate_every=40 * 128))
-    assert again is not None and again.log[0]["eval_loss"] == pytest.approx(min(losses), rel=1e-4)  # what was written
+    assert again is not None
+    assert again.log[0]["eval_loss"] == pytest.approx(min(losses), rel=1e-4)
 
 
 def test_no_better_than_before(folded: Path, tmp_path: Path, options: Any) -> None:
