@@ -146,7 +146,7 @@ def test_text_sources(tmp_path: Path, tokenizer: Any, text_file: Path) -> None:
     dense = tmp_path / "dense.txt"  # tokens longer than any text's: the limited read is too short at first
     dense.write_text(text_file.read_text())
     assert len(TextSource(str(dense)).tokens(tokenizer, len(whole))) == len(whole)
-    first, second = python_manual(CALIBRATE), python_manual(EVALUATE)
+    first, second = ("\n\n".join(python_manual(purpose)) for purpose in (CALIBRATE, EVALUATE))
     assert abs(len(first) - len(second)) < 0.2 * len(first)
     assert first[-500:] not in second
     with pytest.raises(KvfoldError):
