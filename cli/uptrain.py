@@ -51,7 +51,7 @@ def uptrain(
     batch: Annotated[int, typer.Option(help="Sequences a step, on each device.")] = 4,
     accumulation: Annotated[int, typer.Option(help="Batches whose gradients make a step.")] = 1,
     learning_rate: Annotated[
-        float | None, typer.Option(help="At its highest. Default: 1e-3 for lora, 2e-4 for attention, 5e-5 for full.")
+        float | None, typer.Option(help="At its highest. Default: 5e-5, for full 2e-5.")
     ] = None,
     warmup: Annotated[float, typer.Option(help="Share of the steps in which the rate rises; then a cosine.")] = 0.05,
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,

@@ -13,7 +13,7 @@ from .trainable import WAYS, LoraSettings
 
 LOSSES = ("distill", "lm", "mixed")
 REPORTS = ("none", "tensorboard", "wandb")
-LEARNING_RATES = {"lora": 1e-3, "attention": 2e-4, "full": 5e-5}
+LEARNING_RATES = {"lora": 5e-5, "attention": 5e-5, "full": 2e-5}
 EVALUATIONS = 10  # in a run, where not said otherwise
 TOKENS = 200_000  # where neither tokens nor minutes are given
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
