@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .documents import document_inputs
-from .loss import IGNORED, LossWeights, token_losses, vocabulary_loss
+from .loss import IGNORED, LossWeights, TokenLosses, token_losses, vocabulary_loss
 
 
 def teach(student: Any, teacher: Any, weights: LossWeights) -> None:
@@ -45,36 +45,24 @@ class _Loss:
         inputs: dict[str, Any] = {"input_ids": input_ids, **document_inputs(self.student, position_ids)}
         if self.student.training and self.weights.hidden:
             inputs["output_hidden_states"] = True
-        found, expected = self.student.base_model(use_cache=False, **inputs), None
+        found: Any = self.student.base_model(use_cache=False, **inputs)
+        expected: Any = None
         if self.teacher is not None:
             with torch.no_grad():
                 expected = self.teacher(**inputs)
         following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        if self.student.training:
-            return {"loss": self._training_loss(found, expected, following)}
-        return self._evaluation(found, expected, following)
-
-    def _training_loss(self, found: Any, expected: Any, following: torch.Tensor) -> torch.Tensor:
-        loss = vocabulary_loss(
-            self.student,
-            found.last_hidden_state.flatten(0, 1),
-            following.flatten(),
-            self.weights,
-            self.teacher,
-            None if expected is None else expected.last_hidden_state.flatten(0, 1),
-        )
+        ours = found.last_hidden_state.flatten(0, 1)
+        theirs = None if expected is None else expected.last_hidden_state.flatten(0, 1)
+        if not self.student.training:
+            return self._evaluation(
+                token_losses(self.student, ours, following.flatten(), self.teacher, theirs), following
+            )
+        loss = vocabulary_loss(self.student, ours, following.flatten(), self.weights, self.teacher, theirs)
         if self.weights.hidden:
             loss = loss + self.weights.hidden * _distance(found.hidden_states[1:], expected.hidden_states[1:])
-        return loss
+        return {"loss": loss}
 
-    def _evaluation(self, found: Any, expected: Any, following: torch.Tensor) -> dict[str, torch.Tensor]:
-        losses = token_losses(
-            self.student,
-            found.last_hidden_state.flatten(0, 1),
-            following.flatten(),
-            self.teacher,
-            None if expected is None else expected.last_hidden_state.flatten(0, 1),
-        )
+    def _evaluation(self, losses: TokenLosses, following: torch.Tensor) -> dict[str, torch.Tensor]:
         counted = (following != IGNORED).sum(1).clamp(min=1)
         rows = {"student": losses.student.view_as(following).sum(1) / counted}
         loss = self.weights.lm * rows["student"].mean()
