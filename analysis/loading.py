@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from ..model import KvfoldError, family_of, is_folded, require_known
+from ..model import KvfoldError, family_to_fold, is_folded, require_known
 from ..model.errors import one_line
 from .encoders import ENCODERS, is_encoder
 from .hub import DEFAULT_ACCESS, SMALL_FILES, Access, fetch, is_hub_id, on_hub, quiet
@@ -249,7 +249,7 @@ def _fetch_weights(model: str, snapshot: Path, access: Access) -> None:
 def _check_config(folder: Path, gguf: str | None, encoders: bool) -> None:
     """Refuse an unknown family before its code would have to be trusted or its weights read. Raises KvfoldError."""
     if gguf:
-        family_of(AutoConfig.from_pretrained(str(folder), gguf_file=gguf))
+        family_to_fold(AutoConfig.from_pretrained(str(folder), gguf_file=gguf))
         return
     entries, _ = PreTrainedConfig.get_config_dict(str(folder))
     if not isinstance(entries, dict):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..model import AttentionParts, KvfoldError, family_of
+from ..model import AttentionParts, KvfoldError, family_to_fold
 from .progress import Track, silent
 from .streaming import Stream
 
@@ -86,7 +86,7 @@ def collect_moments(
             ``Stream``.
         track: shows progress.
     """
-    family = family_of(model.config)
+    family = family_to_fold(model.config)
     layers = list(model.base_model.get_submodule(family.layers))
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")  # attention weights are visible in no other

@@ -44,19 +44,29 @@ def evaluate(
     for a model that cannot be loaded or a text that is too short.
     """
     source = TextSource(text)
-    if count < 1:
-        raise KvfoldError(f"{count} windows are too few: use 1 or more")
     results = []
     for path, each in zip(paths, access.each(paths), strict=True):
         checkpoint = load(path, dtype, device, each)
-        longest = getattr(checkpoint.config, "max_position_embeddings", None)
-        if longest and window > longest:
-            raise KvfoldError(f"a window of {window} tokens is longer than the {longest} positions of {path}")
-        rows = windows(source.tokens(checkpoint.tokenizer, window * count), window)
-        if len(rows) < count:
-            raise KvfoldError(f"text {text!r} has only {len(rows)} windows of {window} tokens, {count} were asked for")
-        results.append(evaluate_checkpoint(checkpoint, rows, track))
+        results.append(evaluate_checkpoint(checkpoint, first_windows(checkpoint, source, window, count), track))
     return results
+
+
+def first_windows(checkpoint: Checkpoint, source: TextSource, window: int, count: int) -> torch.Tensor:
+    """The first ``count`` windows of a text, token ids ``[count, window]``.
+
+    Raises KvfoldError for a text that is too short, or windows that the model has no positions for.
+    """
+    if count < 1:
+        raise KvfoldError(f"{count} windows are too few: use 1 or more")
+    longest = getattr(checkpoint.config, "max_position_embeddings", None)
+    if longest and window > longest:
+        raise KvfoldError(f"a window of {window} tokens is longer than the {longest} positions of {checkpoint.path}")
+    rows = windows(source.tokens(checkpoint.tokenizer, window * count), window)
+    if len(rows) < count:
+        raise KvfoldError(
+            f"text {source.spec!r} has only {len(rows)} windows of {window} tokens, {count} were asked for"
+        )
+    return rows
 
 
 def evaluate_checkpoint(checkpoint: Checkpoint, rows: torch.Tensor, track: Track = silent) -> Evaluation:

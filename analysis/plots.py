@@ -118,3 +118,53 @@ def training_curve(log: list[dict[str, Any]]) -> Figure:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     return figure
+
+
+MARKERS = {"source": "s", "converted": "o", "uptrained": "^", "scratch": "D"}
+
+
+def frontier(points: list[tuple[str, str, float, float]]) -> Figure:
+    """Perplexity ratio against cached bytes per token.
+
+    Args:
+        points: name, kind (a key of ``MARKERS``), bytes per token and ratio of each model.
+    """
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    colours = plt.get_cmap("tab10")
+    for number, (kind, marker) in enumerate(MARKERS.items()):
+        chosen = [point for point in points if point[1] == kind]
+        if chosen:
+            axes.plot([p[2] for p in chosen], [p[3] for p in chosen], marker, color=colours(number), label=kind)
+    for name, _, size, ratio in points:
+        axes.annotate(Path(name).name, (size, ratio), xytext=(5, 5), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="cache, bytes per token", ylabel="perplexity ratio")
+    axes.margins(0.15)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def degradations(names: list[str], values: list[list[float]], published: dict[str, dict[str, float]]) -> Figure:
+    """Perplexity lost against ``qkv``, a dot for each seed, with published figures beside.
+
+    Args:
+        names: of the variants. values: for each the degradations of its seeds, in per cent. published: for each size
+            of the study, the degradation by variant.
+    """
+    figure, axes = plt.subplots(figsize=(1.5 + 1.1 * len(names), 4.2), layout="constrained")
+    for place, found in enumerate(values):
+        axes.plot(
+            [place] * len(found), found, "o", color="C0", label="here, a dot for each seed" if not place else None
+        )
+        axes.plot([place - 0.2, place + 0.2], [sum(found) / len(found)] * 2, "-", color="C0")
+    for number, (size, known) in enumerate(published.items(), start=1):
+        places = [place for place, name in enumerate(names) if name in known]
+        if places:
+            heights = [known[names[place]] for place in places]
+            axes.plot(places, heights, "x", color=f"C{number}", label=f"published, {size}")
+    axes.set_xticks(range(len(names)), names)
+    axes.set(ylabel="perplexity lost against qkv, %")
+    axes.axhline(0, color="grey", linewidth=1)
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend()
+    return figure

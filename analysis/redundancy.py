@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from scipy.linalg import orthogonal_procrustes, subspace_angles
 
-from ..model import KvfoldError, family_of
+from ..model import KvfoldError, family_to_fold
 from .encoders import keys_and_values
 from .energy import WeightedLayer, weigh
 from .moments import LayerMoments
@@ -62,7 +62,7 @@ class LayerRedundancy:
 
 def analyze(model: Any, moments: list[LayerMoments] | None = None, track: Track = silent) -> list[LayerRedundancy]:
     """Measure every layer of a model of a supported family; ``moments`` come from ``collect_moments``."""
-    family = family_of(model.config)
+    family = family_to_fold(model.config)
     layers = family.traits_of(model)
     results = []
     with track("comparing keys and values", len(layers)) as advance:

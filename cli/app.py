@@ -11,16 +11,20 @@ import typer
 from ..model import KvfoldError
 from ..model.errors import one_line
 from .analyze import analyze
+from .compare import compare
 from .convert import convert
 from .demo import demo
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
 from .plan import plan
+from .prepare import prepare
+from .pretrain import pretrain
+from .study import study
 from .uptrain import uptrain
 
 INTERRUPTED = 130  # the shell's status for Ctrl-C, which typer returns
-COMMANDS = (analyze, plan, convert, uptrain, export, evaluate, generate, demo)
+COMMANDS = (analyze, plan, convert, uptrain, prepare, pretrain, study, compare, export, evaluate, generate, demo)
 
 app = typer.Typer(
     name="kvfold",
@@ -50,7 +54,8 @@ def main() -> None:
         _fail(f"unexpected {type(error).__name__}: {one_line(error)} (KVFOLD_DEBUG=1 shows where)")
     if status == INTERRUPTED:
         _fail(
-            "interrupted; nothing was left half-written (convert and uptrain go on with --resume)", status=INTERRUPTED
+            "interrupted; nothing was left half-written (convert, uptrain, prepare and pretrain go on with --resume)",
+            status=INTERRUPTED,
         )
     sys.exit(status if isinstance(status, int) else 0)
 

@@ -27,7 +27,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from ..analysis.hub import quiet
 from ..analysis.loading import Location, one_line_errors, require_unfolded
-from ..model import KvfoldError, family_of
+from ..model import KvfoldError, family_to_fold
 from ..model.errors import one_line
 from .shards import DTYPES
 
@@ -76,7 +76,7 @@ class LazySource:
             self.config: Any = AutoConfig.from_pretrained(str(location.folder), trust_remote_code=False)
         require_unfolded(location.path, location.folder, self.config)
         with one_line_errors(location.path), quiet():
-            self.family = family_of(self.config)
+            self.family = family_to_fold(self.config)
             self.config._attn_implementation = "eager"
             with init_empty_weights(include_buffers=False), no_init_weights():
                 self.model: Any = self.family.source_model(self.config).eval()

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..analysis.loading import quiet
@@ -115,9 +116,17 @@ def packed_texts(
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """A batch ``[rows, sequence]`` (int64); the first token of a document is nothing that could be predicted."""
     ids, positions = (
-        torch.tensor([row[name] for row in rows], dtype=torch.int64) for name in ("input_ids", "position_ids")
+        torch.from_numpy(np.stack([np.asarray(row[name], dtype=np.int64) for row in rows]))
+        for name in ("input_ids", "position_ids")
     )
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, IGNORED)}
+
+
+def tokenizer_identity(tokenizer: Any) -> str:
+    """A hash that tells a tokenizer from others."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    told = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return _hash(told, type(tokenizer).__name__, tokenizer.eos_token_id)
 
 
 def held_out_sequences(sequences: int) -> int:
@@ -156,7 +165,7 @@ def _sequences(text: TextSource, tokenizer: Any, packing: Packing, wanted: int, 
                 batch_size=DOCUMENTS_AT_ONCE,
                 num_proc=workers if workers > 1 else None,
                 remove_columns=["text"],
-                new_fingerprint=_hash(_identity(text), told["characters"], _tokenizer_identity(tokenizer)),
+                new_fingerprint=_hash(_identity(text), told["characters"], tokenizer_identity(tokenizer)),
             )
         packed = rows.map(
             partial(_pack, sequence=packing.sequence),
@@ -188,8 +197,6 @@ def _tokenise(batch: dict[str, list[str]], tokenizer: Any) -> dict[str, list[lis
 
 def _pack(batch: dict[str, list[list[int]]], sequence: int) -> dict[str, Any]:
     """Documents one after another, cut into sequences; what is left over at the end is dropped."""
-    import numpy as np
-
     ids = np.concatenate([np.asarray(document, dtype=np.int32) for document in batch["ids"]])
     starts = np.concatenate([np.arange(len(document), dtype=np.int32) for document in batch["ids"]])
     count = len(ids) // sequence
@@ -221,12 +228,6 @@ def _identity(text: TextSource) -> list[Any]:
     path = Path(text.spec).expanduser()
     stat = path.stat() if path.is_file() else None
     return [text.spec, text.purpose, *([] if stat is None else [str(path.resolve()), stat.st_size, stat.st_mtime_ns])]
-
-
-def _tokenizer_identity(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    told = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    return _hash(told, type(tokenizer).__name__, tokenizer.eos_token_id)
 
 
 def _hash(*parts: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import dataclass, field
 
@@ -10,11 +9,10 @@ from ..analysis.hub import DEFAULT_ACCESS, Access
 from ..model import KvfoldError
 from .loss import LossWeights
 from .trainable import WAYS, LoraSettings
+from .training import TrainingSettings, require_report
 
 LOSSES = ("distill", "lm", "mixed")
-REPORTS = ("none", "tensorboard", "wandb")
 LEARNING_RATES = {"lora": 5e-5, "attention": 5e-5, "full": 2e-5}
-EVALUATIONS = 10  # in a run, where not said otherwise
 TOKENS = 200_000  # where neither tokens nor minutes are given
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
@@ -35,8 +33,8 @@ class UptrainOptions:
             falls as a cosine. clip: largest norm of the gradient.
         checkpoint_activations: recompute activations in the backward pass. compile: the layers, by torch.compile.
         fsdp: shard parameters, gradients and optimiser over the processes (torchrun); else each has all of them.
-        evaluate_every: tokens; None: ``EVALUATIONS`` in all. patience: evaluations without a gain after which to stop.
-        report_to: of ``REPORTS``. workers: processes that tokenise.
+        evaluate_every: tokens; None: ten in all. patience: evaluations without a gain after which to stop.
+        report_to: none, tensorboard or wandb. workers: processes that tokenise.
         overwrite: replace OUT. resume: go on with an interrupted run. seed: of data order, adapters and text ``self``.
         device: torch device. access: how models may be read.
     """
@@ -74,7 +72,7 @@ class UptrainOptions:
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("what to train", self.train, WAYS), ("loss", self.loss, LOSSES), ("report", self.report_to, REPORTS)
+            ("what to train", self.train, WAYS), ("loss", self.loss, LOSSES)
         ):  # fmt: skip
             if value not in known:
                 raise KvfoldError(f"{name} {value!r} is unknown: use {', '.join(known)}")
@@ -96,10 +94,7 @@ class UptrainOptions:
             raise KvfoldError("warmup and lm-share are shares: 0 to 1")
         if self.train != "lora" and (self.adapter or self.keep_adapter or self.lora.mlp):
             raise KvfoldError("adapters are for --train lora")
-        if self.report_to != "none" and importlib.util.find_spec(self.report_to) is None:
-            raise KvfoldError(
-                f"--report-to {self.report_to} needs the package of this name: pip install {self.report_to}"
-            )
+        require_report(self.report_to)
         if self.loss == "lm" and self.hidden:
             raise KvfoldError("--hidden needs a teacher, which loss lm does without")
 
@@ -113,6 +108,22 @@ class UptrainOptions:
     def rate(self) -> float:
         """The highest learning rate."""
         return self.learning_rate or LEARNING_RATES[self.train]
+
+    def training(self, steps: int) -> TrainingSettings:
+        """What the trainer is told, for a run of so many steps."""
+        return TrainingSettings(
+            learning_rate=self.rate,
+            warmup_steps=round(self.warmup * steps),
+            batch=self.batch,
+            accumulation=self.accumulation,
+            clip=self.clip,
+            checkpoint_activations=self.checkpoint_activations,
+            fsdp=self.fsdp,
+            patience=self.patience,
+            report_to=self.report_to,
+            seed=self.seed,
+            device=self.device,
+        )
 
 
 def token_count(written: str) -> int:

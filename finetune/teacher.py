@@ -12,7 +12,7 @@ from ..model import KvfoldError, family_of
 
 
 def load_teacher(
-    named: str | None, source: dict[str, Any], student: Checkpoint, dtype: str, device: str, access: Access
+    named: str | None, source: dict[str, Any] | None, student: Checkpoint, dtype: str, device: str, access: Access
 ) -> Checkpoint:
     """Load the teacher and make sure that it speaks the student's language.
 
@@ -23,6 +23,7 @@ def load_teacher(
     Raises:
         KvfoldError: where the source is not there or not what it was, or vocabulary or tokenizer are others.
     """
+    source = source or {}  # of a student that was trained from scratch
     path = named if named is not None else source["path"]
     mine = replace(access, revision=source.get("revision") if named is None else None)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import math
 import time
@@ -11,22 +12,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from ..analysis.loading import quiet
+from ..analysis.plots import training_curve
 from ..convert.writing import disk_errors
-from ..model import KvfoldError
+from ..model import KvfoldError, family_of
 from .data import Packed, collate
-from .options import EVALUATIONS, UptrainOptions
+from .utilisation import matmul_rate
 
-LOG = "train_log.jsonl"
+EVALUATIONS = 10  # in a run, where not said otherwise
+REPORTS = ("none", "tensorboard", "wandb")
+LOG, CURVE = "train_log.jsonl", "training.png"
+LEARNED_POSITIONS = "wpe"  # GPT-2's name for the embeddings of positions
 STATE = "trainer_state.json"  # what Trainer writes last into a checkpoint
 
 
 @dataclass(frozen=True)
 class Moment:
-    """How far training is. ``loss`` is the last one, ``ratio`` the held-out perplexity against the teacher's."""
+    """How far training is.
+
+    ``loss`` is the last one, ``ratio`` the held-out perplexity against the teacher's, ``utilisation`` the share of the
+    rate of matrix multiplications on this device (see ``matmul_rate``) that the model's own operations make up.
+    """
 
     step: int
     steps: int
@@ -36,6 +46,7 @@ class Moment:
     ratio: float | None
     tokens_per_second: float
     seconds_left: float
+    utilisation: float | None = None
 
 
 Watch = Callable[[Moment], None]
@@ -43,28 +54,72 @@ Watch = Callable[[Moment], None]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps of a run, tokens a step (of all processes), and steps between evaluations."""
+    """Steps of a run, tokens a step (of all processes), and steps between evaluations.
+
+    ``flops_a_token``: of a training step, where it is known.
+    """
 
     steps: int
     tokens_a_step: int
     evaluate_steps: int
+    flops_a_token: int | None = None
 
     @classmethod
-    def of(cls, tokens: int, options: UptrainOptions, processes: int) -> Schedule:
-        """That of so many tokens, in whole steps."""
-        step = options.sequence * options.batch * options.accumulation * processes
+    def of(cls, tokens: int, step: int, evaluate_every: int | None) -> Schedule:
+        """That of so many tokens, ``step`` of them a step, evaluated every so many (None: ``EVALUATIONS`` in all)."""
         steps = max(1, math.ceil(tokens / step))
-        every = math.ceil(steps / EVALUATIONS) if options.evaluate_every is None else options.evaluate_every // step
+        every = math.ceil(steps / EVALUATIONS) if evaluate_every is None else evaluate_every // step
         return cls(steps, step, min(max(1, every), steps))
 
 
+@dataclass(frozen=True)
+class TrainingSettings:
+    """What the trainer is told, whatever the training is for.
+
+    Attributes:
+        learning_rate, final_rate: at its highest, and where its cosine ends. warmup_steps: in which it rises.
+        batch: sequences of a step and device. accumulation: batches a step.
+        clip: largest norm of the gradient. weight_decay: of AdamW, not on biases, norms and learned positions.
+        checkpoint_activations, fsdp, patience, report_to, seed, device: see ``UptrainOptions``.
+    """
+
+    learning_rate: float
+    warmup_steps: int
+    batch: int
+    final_rate: float = 0.0
+    accumulation: int = 1
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    checkpoint_activations: bool = False
+    fsdp: bool = False
+    patience: int | None = None
+    report_to: str = "none"
+    seed: int = 0
+    device: str = "cpu"
+
+
+def require_report(report_to: str) -> None:
+    """Raises KvfoldError for a report that is unknown, or whose package is not there."""
+    if report_to not in REPORTS:
+        raise KvfoldError(f"report {report_to!r} is unknown: use {', '.join(REPORTS)}")
+    if report_to != "none" and importlib.util.find_spec(report_to) is None:
+        raise KvfoldError(f"--report-to {report_to} needs the package of this name: pip install {report_to}")
+
+
+def compile_layers(*models: Any) -> None:
+    """Let torch.compile compile the decoder layers of models (None: no model), one graph for all that are alike."""
+    for model in models:
+        for layer in [] if model is None else family_of(model.config).decoder_layers(model):
+            layer.compile()
+
+
 def train(
-    model: Any, data: Packed, schedule: Schedule, options: UptrainOptions, folder: Path, watch: Watch
+    model: Any, data: Packed, schedule: Schedule, settings: TrainingSettings, folder: Path, watch: Watch
 ) -> FoldedTrainer:
     """Train ``model``, whose forward pass gives its loss (see ``teach``), from the last whole checkpoint in ``folder``.
 
     Args:
-        model: as ``choose`` made it. data: to train and evaluate on. schedule: how long. options: all else.
+        model: as ``choose`` made it. data: to train and evaluate on. schedule: how long. settings: all else.
         folder: for checkpoints. watch: is told how far training is.
 
     Returns the trainer, with the weights that did best on the held-out data; its state has the log.
@@ -75,7 +130,7 @@ def train(
     with quiet():
         trainer = FoldedTrainer(
             model=model,
-            args=_arguments(schedule, options, folder, begins=earlier is None),
+            args=_arguments(schedule, settings, folder, begins=earlier is None),
             train_dataset=data.train,
             eval_dataset=data.held_out,
             data_collator=collate,
@@ -83,8 +138,8 @@ def train(
             callbacks=[_Watcher(schedule, watch, folder)],
         )
         trainer.remove_callback(PrinterCallback)
-        if options.patience is not None:
-            trainer.add_callback(EarlyStoppingCallback(options.patience))
+        if settings.patience is not None:
+            trainer.add_callback(EarlyStoppingCallback(settings.patience))
         trainer.loss_is_scaled_for_ga = False  # ours is the mean of a batch
         trainer.model_accepts_loss_kwargs = False
         trainer.train(resume_from_checkpoint=earlier)
@@ -104,6 +159,9 @@ def last_checkpoint(folder: Path) -> str | None:
 
 class FoldedTrainer(Trainer):
     """``Trainer`` that stops where the loss is no number."""
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        return [name for name in super().get_decay_parameter_names(model) if LEARNED_POSITIONS not in name]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -140,33 +198,34 @@ def _next_token_losses(prediction: Any) -> dict[str, float]:
     return {name: float(each.mean()) for name, each in zip(("student", "teacher"), rows, strict=False)}
 
 
-def _arguments(schedule: Schedule, options: UptrainOptions, folder: Path, begins: bool) -> TrainingArguments:
-    device = torch.device(options.device)
+def _arguments(schedule: Schedule, settings: TrainingSettings, folder: Path, begins: bool) -> TrainingArguments:
+    device = torch.device(settings.device)
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
     sharded: dict[str, Any] = {}
-    if options.fsdp:
+    if settings.fsdp:
         sharded = {
             "fsdp": True,
             "fsdp_config": {
                 "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT",
-                "activation_checkpointing": options.checkpoint_activations,
+                "activation_checkpointing": settings.checkpoint_activations,
             },
         }  # fmt: skip
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=schedule.steps,
-        per_device_train_batch_size=options.batch,
-        per_device_eval_batch_size=options.batch,
-        gradient_accumulation_steps=options.accumulation,
-        learning_rate=options.rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=round(options.warmup * schedule.steps),
-        weight_decay=0.0,
+        per_device_train_batch_size=settings.batch,
+        per_device_eval_batch_size=settings.batch,
+        gradient_accumulation_steps=settings.accumulation,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": settings.final_rate},
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
         adam_beta2=0.95,
-        max_grad_norm=options.clip,
+        max_grad_norm=settings.clip,
         optim="adamw_torch_fused",
         bf16=bf16,
-        activation_checkpointing=options.checkpoint_activations and not options.fsdp,
+        activation_checkpointing=settings.checkpoint_activations and not settings.fsdp,
         activation_checkpointing_kwargs={"use_reentrant": False},
         eval_strategy="steps",
         eval_steps=schedule.evaluate_steps,
@@ -180,9 +239,9 @@ def _arguments(schedule: Schedule, options: UptrainOptions, folder: Path, begins
         logging_steps=max(1, schedule.steps // 200),
         logging_first_step=True,
         logging_nan_inf_filter=False,
-        report_to=[] if options.report_to == "none" else [options.report_to],
-        seed=options.seed,
-        data_seed=options.seed,
+        report_to=[] if settings.report_to == "none" else [settings.report_to],
+        seed=settings.seed,
+        data_seed=settings.seed,
         remove_unused_columns=False,
         label_names=["labels"],
         disable_tqdm=True,
@@ -201,8 +260,11 @@ class _Watcher(TrainerCallback):
         self._began = self._first = 0.0
         self._loss: float | None = None
         self._measured: dict[str, float] = {}
+        self._rate: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._schedule.flops_a_token is not None and state.is_world_process_zero:
+            self._rate = matmul_rate(args.device, torch.bfloat16 if args.bf16 else torch.float32) * args.world_size
         self._began, self._first = time.monotonic(), state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -231,6 +293,7 @@ class _Watcher(TrainerCallback):
         if not state.is_world_process_zero:
             return
         size, steps = self._schedule.tokens_a_step, self._schedule.steps
+        speed = size / pace if pace else 0.0
         self._watch(
             Moment(
                 step=state.global_step,
@@ -239,10 +302,19 @@ class _Watcher(TrainerCallback):
                 loss=self._loss,
                 perplexity=self._measured.get("perplexity"),
                 ratio=self._measured.get("ratio"),
-                tokens_per_second=size / pace if pace else 0.0,
+                tokens_per_second=speed,
                 seconds_left=pace * (steps - state.global_step),
+                utilisation=speed * (self._schedule.flops_a_token or 0) / self._rate if self._rate else None,
             )
         )
+
+
+def write_course(folder: Path, history: list[dict[str, Any]]) -> None:
+    """Write the course of a training: ``train_log.jsonl`` and its picture, ``training.png``."""
+    write_log(folder, history)
+    figure = training_curve(history)
+    figure.savefig(folder / CURVE, dpi=120)
+    plt.close(figure)
 
 
 def write_log(folder: Path, history: list[dict[str, Any]]) -> None:

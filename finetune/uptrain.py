@@ -5,32 +5,29 @@ from __future__ import annotations
 import os
 import shutil
 import time
-import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
-from accelerate import PartialState
 from transformers import AutoConfig
 
 from ..analysis.loading import DTYPES, Checkpoint, load, locate, quiet
-from ..analysis.plots import training_curve
 from ..analysis.progress import Track, silent
 from ..analysis.text import EVALUATE, TextSource
 from ..convert.recipe import Recipe, describe_source
-from ..convert.unfinished import Unfinished
-from ..convert.writing import DiskError, copy_beside, require_free, whole_folder
-from ..model import KvfoldError, family_of, is_folded
+from ..convert.writing import copy_beside, require_free, whole_folder
+from ..model import KvfoldError, is_folded
 from .data import Packed, Packing, WeightedText, packed_texts
 from .distillation import teach
-from .options import EVALUATIONS, TOKENS, UptrainOptions
+from .options import TOKENS, UptrainOptions
+from .pretrained import Pretrained, is_pretrained
 from .self_text import written_documents
+from .session import Session, session
 from .teacher import load_teacher, shard_teacher
 from .trainable import choose, share_frozen, trained_parameters
-from .training import FoldedTrainer, Schedule, Watch, train, write_log
+from .training import EVALUATIONS, FoldedTrainer, Schedule, Watch, compile_layers, train, write_course
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Uptraining:
     """What came out: the folder, the recipe written into it, and the training log."""
 
     out: Path
-    recipe: Recipe
+    recipe: Recipe | Pretrained
     log: list[dict[str, Any]]
 
 
@@ -59,39 +56,16 @@ def uptrain(
     location = locate(path, options.access)
     if location.gguf or not is_folded(AutoConfig.from_pretrained(location.folder)):
         raise KvfoldError(f"{path} is not folded: convert it first, then uptrain the result")
-    recipe = Recipe.read(location.folder)
-    processes = PartialState(cpu=torch.device(options.device).type == "cpu")
+    recipe = Pretrained.read(location.folder) if is_pretrained(location.folder) else Recipe.read(location.folder)
+    if recipe.source is None and options.teacher is None and options.loss != "lm":
+        raise KvfoldError(f"{path} was trained from scratch and has no source: give --teacher, or use --loss lm")
     started = time.monotonic()
-    unfinished = None
-    if processes.is_main_process:
-        files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in location.files}
-        settings = _settings(options) | {"model": str(location.folder), "files": files}
-        unfinished = Unfinished(target, settings, options.resume, "uptraining")
-    processes.wait_for_everyone()
-    folder = target.parent / f".{target.name}.unfinished"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of peft's use of transformers, and the like
-            run = _Run(path, recipe, texts, evaluate, options, folder, processes, track)
-            trainer = run.train(watch)
-            result = run.write(trainer, target, time.monotonic() - started)
-    except BaseException as error:
-        if unfinished is not None:
-            _leave(unfinished, error)
-        raise
-    if unfinished is not None:
-        unfinished.discard()
-    return result
-
-
-def _leave(unfinished: Unfinished, error: BaseException) -> None:
-    """Keep what is worth going on from: there is a checkpoint. Raises DiskError with that said, for a full disk."""
-    if not any(unfinished.folder.glob("checkpoint-*")):
-        unfinished.discard()
-        return
-    unfinished.close()
-    if isinstance(error, DiskError):
-        raise DiskError(f"{error}; the last checkpoint is kept, and --resume goes on from it") from error
+    files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in location.files}
+    settings = _settings(options) | {"model": str(location.folder), "files": files}
+    with session(target, settings, options.resume, options.device, "uptraining") as opened:
+        run = _Run(path, recipe, texts, evaluate, options, opened, track)
+        trainer = run.train(watch)
+        return run.write(trainer, target, time.monotonic() - started)
 
 
 def _settings(options: UptrainOptions) -> dict[str, Any]:
@@ -106,11 +80,12 @@ class _Run:
     """One run, with what it has loaded."""
 
     def __init__(
-        self, path: str, recipe: Recipe, texts: list[WeightedText], evaluate: TextSource | None,
-        options: UptrainOptions, folder: Path, processes: PartialState, track: Track,
+        self, path: str, recipe: Recipe | Pretrained, texts: list[WeightedText], evaluate: TextSource | None,
+        options: UptrainOptions, opened: Session, track: Track,
     ) -> None:  # fmt: skip
         self.path, self.recipe, self.texts, self.evaluate = path, recipe, texts, evaluate
-        self.options, self.folder, self.processes, self.track = options, folder, processes, track
+        self.options, self.folder, self.processes, self.track = options, opened.folder, opened.processes, track
+        processes = opened.processes
         # torchrun with --fsdp, or a config of accelerate that asks for it.
         self.sharded = options.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         device = options.device if processes.num_processes == 1 else str(processes.device)
@@ -141,25 +116,25 @@ class _Run:
         if teacher is not None and not self.sharded:
             share_frozen(self.model, teacher)
         if options.compile:
-            for each in (student, teacher):
-                for layer in [] if each is None else family_of(each.config).decoder_layers(each):
-                    layer.compile()
+            compile_layers(student, teacher)
         if self.sharded and teacher is not None:
             shard_teacher(teacher, self.processes.device.type, self.processes.num_processes)
         teach(student, teacher, options.weights)
-        return train(self.model, self.data, self.schedule, options, self.folder, watch)
+        settings = options.training(self.schedule.steps)
+        return train(self.model, self.data, self.schedule, settings, self.folder, watch)
 
     def _schedule(self, teacher: Any) -> Schedule:
         """How long to train. Minutes are turned into tokens by trying a step (once: a resumed run keeps the number)."""
         options, count = self.options, self.processes.num_processes
+        step = options.sequence * options.batch * options.accumulation * count
         if options.minutes is None:
-            return Schedule.of(options.tokens or TOKENS, options, count)
+            return Schedule.of(options.tokens or TOKENS, step, options.evaluate_every)
         if count > 1:
             raise KvfoldError("--minutes is for one process: with several, give --tokens")
         told = self.folder / "tokens.txt"
         if not told.is_file():
             told.write_text(str(self._tokens_in(options.minutes, teacher)), encoding="utf-8")
-        return Schedule.of(int(told.read_text(encoding="utf-8")), options, count)
+        return Schedule.of(int(told.read_text(encoding="utf-8")), step, options.evaluate_every)
 
     def _tokens_in(self, minutes: float, teacher: Any) -> int:
         """Tokens that can be trained on in so long, evaluations included."""
@@ -221,10 +196,7 @@ class _Run:
             if (plan := self.student.folder / "plan.yaml").is_file():
                 shutil.copyfile(plan, folder / plan.name)
             recipe.write(folder)
-            write_log(folder, log)
-            figure = training_curve(log)
-            figure.savefig(folder / "training.png", dpi=120)
-            plt.close(figure)
+            write_course(folder, log)
         return Uptraining(target, recipe, log)
 
     def _rebuilt(self, state: dict[str, torch.Tensor]) -> Any:
@@ -235,7 +207,7 @@ class _Run:
         model.load_state_dict(state, strict=False)
         return model
 
-    def _told(self, trainer: FoldedTrainer, seconds: float) -> Recipe:
+    def _told(self, trainer: FoldedTrainer, seconds: float) -> Recipe | Pretrained:
         """The recipe with this run."""
         options, log = self.options, [entry for entry in trainer.state.log_history if "eval_loss" in entry]
         best = min(log, key=lambda entry: entry["eval_loss"])

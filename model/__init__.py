@@ -9,10 +9,12 @@ from importlib import import_module
 from .attention import FoldedAttention
 from .cache import LatentLayer, LatentWindowLayer, StaticLatentLayer, StaticLatentWindowLayer
 from .errors import KvfoldError
-from .family import AttentionParts, Family, families, family_of, is_folded, register, require_known
+from .family import AttentionParts, Family, families, family_of, family_to_fold, is_folded, register, require_known
 from .layout import FoldedLayout
 from .projections import AttentionWeights
 from .traits import AttentionTraits
+from .variant_attention import VariantAttention
+from .variants import VARIANTS, Variant, variant_named
 
 # Each of these files registers its family when it is imported.
 FAMILY_FILES = (
@@ -37,6 +39,7 @@ FAMILY_FILES = (
     "opt",
     "phi",
     "phi3",
+    "qkv_gpt2",
     "qwen2",
     "qwen3",
     "qwen3_moe",
@@ -50,6 +53,7 @@ for _name in FAMILY_FILES:
 
 __all__ = [
     "FAMILY_FILES",
+    "VARIANTS",
     "AttentionParts",
     "AttentionTraits",
     "AttentionWeights",
@@ -61,9 +65,13 @@ __all__ = [
     "LatentWindowLayer",
     "StaticLatentLayer",
     "StaticLatentWindowLayer",
+    "Variant",
+    "VariantAttention",
     "families",
     "family_of",
+    "family_to_fold",
     "is_folded",
     "register",
     "require_known",
+    "variant_named",
 ]

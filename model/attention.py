@@ -62,7 +62,7 @@ class FoldedAttention(nn.Module):
         self._grouped = grouped
 
         pairs = layout.pairs(all_pairs)
-        mapped = sum(traits.head_dim - 2 * len(kept) for kept in pairs)
+        mapped = 0 if layout.key_span == "head" else sum(traits.head_dim - 2 * len(kept) for kept in pairs)
         self._key_order = Constant(key_columns(layout, traits.head_dim, all_pairs))
         columns, window_of = window_columns(layout, all_pairs), layout.window_assignment()
         self._window_columns = Constant([columns[window] for window in window_of])

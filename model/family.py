@@ -207,11 +207,16 @@ def families() -> list[str]:
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a source model's config, or of a folded model's.
+    """The family of a source model's config, or of a folded model's. Raises KvfoldError for an unknown family."""
+    return require_known(config.model_type)
+
+
+def family_to_fold(config: PreTrainedConfig) -> Family:
+    """The family of a source model that is to be folded.
 
     Raises KvfoldError for an unknown family, and for a config that its family cannot fold.
     """
-    family = require_known(config.model_type)
+    family = family_of(config)
     reason = family.refusal(config)
     if reason:
         raise KvfoldError(f"this {config.model_type} model cannot be folded: {reason}")
@@ -259,14 +264,19 @@ class FoldedConfigMixin:
         by the source's own.
         """
         config = super().get_text_config(decoder=decoder, encoder=encoder)  # type: ignore[misc]
-        types = getattr(config, "layer_types", None)
-        if not decoder or not is_folded(config) or (types and types[0].startswith(LAYER_TYPE)):
-            return config
-        view = copy.copy(config)
-        view.__dict__["layer_types"] = [
-            latent_layer_type(sliding_window(config, layer)) for layer in range(config.num_hidden_layers)
-        ]
-        return view
+        return latent_view(config) if decoder and is_folded(config) else config
+
+
+def latent_view(config: Any) -> Any:
+    """A copy of a config whose ``layer_types`` are our cache layers, or the config where it is such a copy."""
+    types = getattr(config, "layer_types", None)
+    if types and types[0].startswith(LAYER_TYPE):
+        return config
+    view = copy.copy(config)
+    view.__dict__["layer_types"] = [
+        latent_layer_type(sliding_window(config, layer)) for layer in range(config.num_hidden_layers)
+    ]
+    return view
 
 
 class FoldedBaseMixin:

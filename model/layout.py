@@ -38,6 +38,8 @@ class FoldedLayout:
         query_to_value: value head of each query head; None: equal groups in order.
         key_to_window: window that each key head reads; None: every key head has its own. Heads that share a window
             have key maps of their own.
+        key_span: ``all``: what is not rotated of a key is a linear map of the whole latent; ``head``, for models
+            without RoPE and span ``head``: a key *is* its head's columns, as the values are (the study's Q-K=V).
     """
 
     latent_width: int
@@ -48,6 +50,7 @@ class FoldedLayout:
     query_to_key: tuple[int, ...] | None = None
     query_to_value: tuple[int, ...] | None = None
     key_to_window: tuple[int, ...] | None = None
+    key_span: str = "all"
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> FoldedLayout:
@@ -64,8 +67,11 @@ class FoldedLayout:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The layout as plain lists and numbers; entries that are None are left out."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """The layout as plain lists and numbers; entries that are None, or new and not used, are left out."""
+        entries = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.key_span == "all":
+            del entries["key_span"]
+        return entries
 
     def key_assignment(self, query_heads: int) -> tuple[int, ...]:
         """Key head of each of the ``query_heads`` query heads."""
@@ -91,7 +97,9 @@ class FoldedLayout:
         return tuple(windows[window] for window in self.window_assignment())
 
     def window_width(self, all_pairs: int) -> int:
-        """Columns at the start of the latent that are windows."""
+        """Columns at the start of the latent that are windows, or whole keys (``key_span``)."""
+        if self.key_span == "head":
+            return self.latent_width
         return sum(2 * len(pairs) for pairs in self.window_pairs(all_pairs))
 
     def value_width(self, head_dim: int, all_pairs: int) -> int:
@@ -116,6 +124,15 @@ class FoldedLayout:
         self._validate_windows(all_pairs)
         if self.span == "head":
             self._validate_head_span(all_pairs)
+        if self.key_span not in SPANS:
+            raise KvfoldError(f"key_span {self.key_span!r} is unknown: use one of {', '.join(SPANS)}")
+        if self.key_span == "head" and (
+            all_pairs or self.span != "head" or self.latent_width != self.key_heads * head_dim
+        ):
+            raise KvfoldError(
+                f"key_span 'head' is for models without RoPE, span 'head' and a latent of {self.key_heads} heads of "
+                f"{head_dim} columns"
+            )
 
     def _validate_windows(self, all_pairs: int) -> None:
         pairs, assigned = self.window_pairs(all_pairs), self.window_assignment()

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import kvfold  # noqa: F401
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

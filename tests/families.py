@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
-from helpers import SIZES, randomize
+from helpers import SIZES, randomize, study_model
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -52,6 +52,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gpt_neox": _make("GPTNeoX", without=LEARNED, use_parallel_residual=True),
     "smollm3": _make("SmolLM3", no_rope_layers=[1, 0, 1]),
     "gpt2": _make("GPT2", "LMHeadModel", without=LEARNED | {"intermediate_size"}),
+    "qkv_gpt2": study_model,
     "opt": _make("OPT", without=LEARNED | {"intermediate_size"}, ffn_dim=80, word_embed_proj_dim=48),
     "cohere": _make("Cohere", use_qk_norm=True, logit_scale=0.5),
     "cohere2": _make("Cohere2", sliding_window=12, layer_types=WINDOWS, logit_scale=0.5),

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from kvfold.model import FoldedLayout, family_of
+from kvfold.model import FoldedLayout, family_of, variant_named
 from kvfold.model.family import FORMAT
+from kvfold.model.qkv_gpt2 import QkvGPT2Config, QkvGPT2LMHeadModel
 
 
 def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 2.0) -> torch.nn.Module:
@@ -50,6 +51,15 @@ def llama(**changes: object) -> Any:
 def mistral(**changes: object) -> Any:
     """A random Mistral of the same sizes with a sliding window of 12 tokens."""
     return randomize(MistralForCausalLM(MistralConfig(**(SIZES | {"sliding_window": 12} | changes))))
+
+
+def study_model(variant: str = "qkv", **changes: object) -> Any:
+    """A random model of the study's architecture, of the same sizes; variants with Q=K get a KV head for each head."""
+    sizes = {name: value for name, value in SIZES.items() if name not in ("head_dim", "intermediate_size")}
+    if not variant_named(variant).separate_queries:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    config = QkvGPT2Config(**(sizes | {"n_inner": 80, "variant": variant} | changes))
+    return randomize(QkvGPT2LMHeadModel(config))
 
 
 def with_layouts(source: Any, layouts: list[FoldedLayout], seed: int = 1) -> Any:

@@ -373,6 +373,8 @@ def test_readme_tells_the_figures(request: pytest.FixtureRequest) -> None:
     ("name", "changes", "says"),
     [
         ("gpt2", {"add_cross_attention": True}, "it attends to an encoder"),
+        ("qkv_gpt2", {"variant": "q=k-v"}, "it is of variant q=k-v, and only qkv has"),
+        ("qkv_gpt2", {"is_causal": False}, "it attends in both directions"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "it sees tokens both ways"),
         ("olmo", {"clip_qkv": 3.0}, "it clips queries, keys and values"),
     ],
