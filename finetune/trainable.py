@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..model import KvfoldError
+from ..model import KvfoldError, VariantAttention
 from ..model.attention import FoldedAttention
 from ..model.errors import one_line
 
@@ -72,7 +72,7 @@ def without_dropout(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(module, FoldedAttention):
+        if isinstance(module, FoldedAttention | VariantAttention):
             module.traits = replace(module.traits, dropout=0.0, output_dropout=0.0)
         for name, value in vars(module).items():
             if name.endswith("dropout") and isinstance(value, float):

@@ -96,9 +96,9 @@ def test_full_width_is_the_source(converted: Any, name: str, span: str, ids: tor
 def test_folded_is_the_plain_class_with_folded_weights(
     converted: Any, name: str, method: str, fraction: float, span: str, ids: torch.Tensor
 ) -> None:
-    _, folded, _ = converted(name, method, fraction, span)
+    source, folded, _ = converted(name, method, fraction, span)
     plain = native_model(folded)
-    assert type(plain).__module__.startswith("transformers.")
+    assert type(plain) is type(source)
     assert note(name, "folded", relative(folded(ids).logits, plain(ids).logits)) < 1e-4
 
 
@@ -193,7 +193,7 @@ def test_below_half(converted: Any, name: str, ids: torch.Tensor) -> None:
         assert not traits.key_norm or len(set(kept)) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt2", "opt")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt2", "opt", "qkv_gpt2")])
 @torch.no_grad()
 def test_slow_pairs_need_no_rotation(converted: Any, name: str, ids: torch.Tensor) -> None:
     """With nothing else lost, a pair that turns by hundredths of a radian in so few tokens can be read unrotated."""
