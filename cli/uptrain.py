@@ -48,9 +48,11 @@ def uptrain(
         float | None, typer.Option(help="Train for about so long, instead of a number of tokens.")
     ] = None,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
-    batch: Annotated[int, typer.Option(help="Sequences a step, on each device.")] = 4,
+    batch: Annotated[int, typer.Option(help="Sequences a step, on each device.")] = 1,
     accumulation: Annotated[int, typer.Option(help="Batches whose gradients make a step.")] = 1,
-    learning_rate: Annotated[float | None, typer.Option(help="At its highest. Default: 5e-5, for full 2e-5.")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="At its highest. Default: 1e-4; attention 2e-5, full 1e-5.")
+    ] = None,
     warmup: Annotated[float, typer.Option(help="Share of the steps in which the rate rises; then a cosine.")] = 0.05,
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
     checkpoint_activations: Annotated[

@@ -12,7 +12,7 @@ from .trainable import WAYS, LoraSettings
 from .training import TrainingSettings, require_report
 
 LOSSES = ("distill", "lm", "mixed")
-LEARNING_RATES = {"lora": 5e-5, "attention": 5e-5, "full": 2e-5}
+LEARNING_RATES = {"lora": 1e-4, "attention": 2e-5, "full": 1e-5}
 TOKENS = 200_000  # where neither tokens nor minutes are given
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
@@ -52,7 +52,7 @@ class UptrainOptions:
     tokens: int | None = None
     minutes: float | None = None
     sequence: int = 256
-    batch: int = 4
+    batch: int = 1
     accumulation: int = 1
     learning_rate: float | None = None
     warmup: float = 0.05

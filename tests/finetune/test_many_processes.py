@@ -19,7 +19,19 @@ COMMAND = ["-m", "kvfold.cli", "uptrain"]
 
 def run(starter: list[str], folded: Path, out: Path, text: Path, *more: str) -> list[tuple[int, float]]:
     """Uptrain in processes of their own; returns step and loss of every entry of the log."""
-    options = ["--sequence", "32", "--tokens", "1536", "--evaluate-every", "768", "--text", str(text), *more]
+    options = [
+        "--sequence",
+        "32",
+        "--batch",
+        "4",
+        "--tokens",
+        "1536",
+        "--evaluate-every",
+        "768",
+        "--text",
+        str(text),
+        *more,
+    ]
     environment = os.environ | {"HF_HOME": str(out.parent / "home"), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, *starter, *COMMAND, str(folded), str(out), *options],
