@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 Advance = Callable[[int], None]
-Track = Callable[[str, int], AbstractContextManager[Advance]]
-"""``with track("reading text", steps) as advance: advance(1)``."""
+Track = Callable[[str, int | None], AbstractContextManager[Advance]]
+"""``with track("reading text", steps) as advance: advance(1)``; steps that nobody knows beforehand are None."""
 
 
 @contextmanager
-def silent(description: str, total: int) -> Iterator[Advance]:
+def silent(description: str, total: int | None) -> Iterator[Advance]:
     """A ``Track`` that shows nothing."""
     yield lambda steps: None

@@ -21,7 +21,7 @@ _progress_console = Console(stderr=True)
 
 
 @contextmanager
-def track(description: str, total: int) -> Iterator[Advance]:
+def track(description: str, total: int | None) -> Iterator[Advance]:
     """A progress bar on the terminal; nothing where standard error is not one."""
     if not on_terminal():
         yield lambda steps: None

@@ -116,7 +116,7 @@ class _Preparation:
         state = _State(**(self.unfinished.recall("progress") or {}))
         held: dict[str, list[np.ndarray]] = {"train": [], "validation": []}
         found, wanted = state.tokens, options.tokens
-        with self.track("preparing tokens", wanted or 0) as advance:
+        with self.track("preparing tokens", wanted) as advance:
             advance(found)
             for document in self._tokenised(tokenizer, state.documents):
                 if wanted is not None and found >= wanted:

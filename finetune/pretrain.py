@@ -118,6 +118,7 @@ def pretrain(
     require_free(target, options.overwrite, Path(options.text).expanduser())
     prepared = Index.read(Path(options.text).expanduser()) if is_prepared(options.text) else None
     settings = asdict(options) | {"shards": None if prepared is None else asdict(prepared)}
+    settings |= {f"size.{name}": value for name, value in settings.pop("size").items()}
     for name in ("overwrite", "resume", "access", "report_to", "workers", "device"):
         del settings[name]
     started = time.monotonic()

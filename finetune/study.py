@@ -136,7 +136,8 @@ def _trained(out: Path, options: PretrainOptions, track: Track, watch: Watch) ->
     """The record of a run, which is made where it is not there yet."""
     if not out.exists():
         made = pretrain(str(out), options, track, watch)
-        assert made is not None  # one process
+        if made is None:
+            raise KvfoldError("a study is for one process: with several, train its variants one by one with pretrain")
         return made.record
     if not is_pretrained(out):
         raise KvfoldError(f"{out} is no model that kvfold trained: give another WORK")

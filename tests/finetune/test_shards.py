@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -86,6 +87,23 @@ def test_interrupted_and_resumed_is_the_same(documents: Path, tmp_path: Path, mo
     prepare(str(documents), str(tmp_path / "out"), options(resume=True, workers=2))
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_full_disk_loses_nothing(documents: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    prepare(str(documents), str(tmp_path / "whole"), options())
+    write = preparing.write_shard
+
+    def full(path: Path, *rest: Any) -> None:
+        if path.name == "train-00001.safetensors":
+            raise OSError(errno.ENOSPC, "no space left on device")
+        write(path, *rest)
+
+    with monkeypatch.context() as context:
+        context.setattr(preparing, "write_shard", full)
+        with pytest.raises(KvfoldError, match="cannot be written: no space left on the disk"):
+            prepare(str(documents), str(tmp_path / "out"), options())
+    prepare(str(documents), str(tmp_path / "out"), options(resume=True))
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 def test_readers_never_see_the_same_sequence(documents: Path, tmp_path: Path) -> None:
