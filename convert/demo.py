@@ -1,4 +1,4 @@
-"""The whole job on a real model: fetch, analyse, fold, uptrain, evaluate, generate, report."""
+"""The whole job on a real model: fetch, analyse, fold, evaluate, generate, report."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from ..analysis.generation import Continuation, continue_text
 from ..analysis.loading import load, quiet
 from ..analysis.moments import collect_moments, windows
 from ..analysis.perplexity import Evaluation, evaluate_checkpoint
-from ..analysis.plots import figures, training_curve
+from ..analysis.plots import figures
 from ..analysis.progress import Track, silent
 from ..analysis.redundancy import LayerRedundancy, analyze
 from ..analysis.report import Section, Table, write_report
 from ..analysis.sample_model import fetch
 from ..analysis.tables import summary, write_csv
 from ..analysis.text import CALIBRATE, EVALUATE, TextSource
-from ..convert.conversion import convert
-from ..convert.options import ConvertOptions
-from ..convert.writing import whole_folder
-from .options import UptrainOptions
-from .training import Watch
-from .uptrain import Uptraining, uptrain
+from .conversion import convert
+from .options import ConvertOptions
+from .writing import whole_folder
 
 FRACTIONS = (0.75, 0.5)
 PROMPT = "The best way to learn a new programming language is"
@@ -39,13 +36,12 @@ CAPTIONS = {
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Sizes of the demo: tokens to calibrate on, windows to evaluate on, tokens to generate, minutes of uptraining."""
+    """Sizes of the demo: tokens to calibrate on, windows to evaluate on, tokens to generate."""
 
     calibrate_tokens: int = 8192
     window: int = 512
     windows: int = 12
     new_tokens: int = 48
-    minutes: float = 2.0
     seed: int = 0
 
 
@@ -58,7 +54,7 @@ class DemoResult:
     report: Path
 
 
-def run_demo(out: Path, options: DemoOptions, track: Track = silent, watch: Watch = lambda moment: None) -> DemoResult:
+def run_demo(out: Path, options: DemoOptions, track: Track = silent) -> DemoResult:
     """Run the demo into the folder ``out``, replacing what an earlier run left there.
 
     Raises KvfoldError where the model cannot be downloaded or ``out`` cannot be written.
@@ -89,15 +85,6 @@ def run_demo(out: Path, options: DemoOptions, track: Track = silent, watch: Watc
         )
         convert(str(source), str(folded), settings, track)
         paths.append(folded)
-    trained = uptrain(
-        str(paths[-1]),
-        str(out / f"uptrained-{FRACTIONS[-1]}"),
-        UptrainOptions(minutes=options.minutes, overwrite=True, seed=options.seed),
-        track,
-        watch,
-    )
-    assert trained is not None  # one process
-    paths.append(trained.out)
 
     evaluations, continuations = [], []
     for path in paths:
@@ -106,9 +93,7 @@ def run_demo(out: Path, options: DemoOptions, track: Track = silent, watch: Watc
         evaluations.append(evaluate_checkpoint(checkpoint, windows(held_out, options.window), track))
         continuations.append(continue_text(checkpoint.model, checkpoint.tokenizer, PROMPT, options.new_tokens))
     report = out / "report.html"
-    write_report(
-        report, "SmolLM2-135M-Instruct, folded", _sections(layers, evaluations, continuations, trained, options)
-    )
+    write_report(report, "SmolLM2-135M-Instruct, folded", _sections(layers, evaluations, continuations, options))
     return DemoResult(evaluations, continuations, report)
 
 
@@ -116,7 +101,6 @@ def _sections(
     layers: list[LayerRedundancy],
     evaluations: list[Evaluation],
     continuations: list[Continuation],
-    trained: Uptraining,
     options: DemoOptions,
 ) -> list[Section]:
     first = evaluations[0]
@@ -131,24 +115,17 @@ def _sections(
         ]
         for result in evaluations
     ]
-    means, tokens = summary(layers), trained.recipe.uptraining[-1]["tokens_trained"]
+    means = summary(layers)
     columns = ["model", "cache fraction", "cache bytes/token", "perplexity", "ratio", "parameters"]
     result = Section(
         "What folding costs",
         [
-            "Keys and values of every layer folded into one cached tensor, without any training; the last model was "
-            f"then uptrained for about {options.minutes:g} minutes on {tokens:,} tokens. Perplexity on the "
+            "Keys and values of every layer folded into one cached tensor, without any training. Perplexity on the "
             f"second half of Python's manual, {options.windows} windows of {options.window} tokens; calibrated on "
             f"{options.calibrate_tokens:,} tokens of its first half. Cache bytes are read off a filled cache (float32)."
         ],
         Table(columns, rows),
-        [
-            ("Perplexity against what is cached", _trade(evaluations)),
-            (
-                "Uptraining: KL from the source on the text trained on, and perplexity on held-out sequences of it.",
-                training_curve(trained.log),
-            ),
-        ],
+        [("Perplexity against what is cached", _trade(evaluations))],
     )
     redundancy = Section(
         "How redundant keys and values are",
@@ -175,9 +152,7 @@ def _trade(evaluations: list[Evaluation]) -> Figure:
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     fractions = [result.cache_fraction for result in evaluations]
     ratios = [result.perplexity / evaluations[0].perplexity for result in evaluations]
-    axes.plot(fractions[:-1], ratios[:-1], "o-", label="zero-shot")
-    axes.plot(fractions[-1:], ratios[-1:], "s", label="uptrained")
-    axes.legend(loc="upper right")
+    axes.plot(fractions, ratios, "o-")
     for fraction, value in zip(fractions, ratios, strict=True):
         axes.annotate(f"{value:.3f}", (fraction, value), textcoords="offset points", xytext=(6, 6))
     axes.set(xlabel="cache fraction F", ylabel="perplexity ratio", xlim=(0.45, 1.08))
