@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from matplotlib.figure import Figure
+
 from .loading import DEFAULT_ACCESS, Access, load
 from .perplexity import Evaluation, evaluate_checkpoint, first_windows
 from .plots import frontier
@@ -36,12 +39,16 @@ class Made:
 
 @dataclass(frozen=True)
 class Compared:
-    """One model of a comparison."""
+    """One model of a comparison.
+
+    ``cached_numbers`` are those of a token, all layers; ``ratio`` is the perplexity's to the first model's, None where
+    the two read the text as other tokens, so that their perplexities cannot be compared.
+    """
 
     evaluation: Evaluation
     made: Made
     cached_numbers: float
-    ratio: float
+    ratio: float | None
     serving: Serving
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,9 +89,12 @@ def compare(
     """
     source = TextSource(text)
     found: list[Compared] = []
+    tokens: torch.Tensor | None = None
     for path, each in zip(paths, access.each(paths), strict=True):
         checkpoint = load(path, dtype, device, each)
-        evaluation = evaluate_checkpoint(checkpoint, first_windows(checkpoint, source, window, count), track)
+        rows = first_windows(checkpoint, source, window, count)
+        tokens = rows if tokens is None else tokens
+        evaluation = evaluate_checkpoint(checkpoint, rows, track)
         numbers = evaluation.cache_bytes_per_token / checkpoint.model.dtype.itemsize
         first = found[0].evaluation.perplexity if found else evaluation.perplexity
         found.append(
@@ -92,31 +102,39 @@ def compare(
                 evaluation,
                 made(checkpoint.folder, evaluation.parameters),
                 numbers,
-                evaluation.perplexity / first,
+                evaluation.perplexity / first if torch.equal(rows, tokens) else None,
                 serving(evaluation.parameters, numbers, context, machine),
             )
         )
     return found
 
 
-COLUMNS = [
-    "model", "made", "perplexity", "ratio", "parameters", "cache bytes/token", "cache at the context",
-    "training tokens", "training FLOPs",
-]  # fmt: skip
-SERVED = ["model", "sequences that fit", "longest context", "tokens/s, all", "cost of a million tokens"]
+QUALITY = ["model", "perplexity", "ratio", "cache bytes/token", "at the context"]
+MAKING = ["model", "made", "parameters", "training tokens", "training FLOPs"]
+SERVED = ["model", "sequences", "longest context", "tokens/s", "cost/M tokens"]
 
 
 def quality_rows(models: list[Compared], context: int) -> list[list[str]]:
-    """A row of ``COLUMNS`` for each model; caches in 16 bits."""
+    """A row of ``QUALITY`` for each model; caches in 16 bits."""
+    return [
+        [
+            each.evaluation.path,
+            f"{each.evaluation.perplexity:.3f}",
+            "" if each.ratio is None else f"{each.ratio:.4f}",
+            f"{each.cached_numbers * BYTES:,.0f}",
+            in_bytes(each.cached_numbers * BYTES * context),
+        ]
+        for each in models
+    ]
+
+
+def making_rows(models: list[Compared]) -> list[list[str]]:
+    """A row of ``MAKING`` for each model."""
     return [
         [
             each.evaluation.path,
             each.made.kind,
-            f"{each.evaluation.perplexity:.3f}",
-            f"{each.ratio:.4f}",
             f"{each.evaluation.parameters:,}",
-            f"{each.cached_numbers * BYTES:,.0f}",
-            in_bytes(each.cached_numbers * BYTES * context),
             f"{each.made.tokens:,}",
             "" if each.made.flops is None else f"{each.made.flops:.3g}",
         ]
@@ -158,20 +176,25 @@ def write_comparison(
             "Quality and cache",
             [
                 f"Perplexity on {count} windows of {window} tokens of {text}, {first.tokens:,} scored; ratios are to "
-                f"{first.path}. Cache in 16 bits, its size read off filled caches, and at {context:,} tokens.",
-                *how,
+                f"{first.path}. Cache in 16 bits, its size read off filled caches, and at {context:,} tokens."
             ],
-            Table(COLUMNS, quality_rows(models, context)),
-            [
-                (
-                    "Perplexity against the cache: further left is smaller, further down is better.",
-                    frontier([(e.evaluation.path, e.made.kind, e.cached_numbers * BYTES, e.ratio) for e in models]),
-                )
-            ],
+            Table(QUALITY, quality_rows(models, context)),
+            [("Perplexity against the cache: further left is smaller, further down is better.", _frontier(models))],
         ),
+        Section("How they were made", how, Table(MAKING, making_rows(models))),
         Section("Serving", [assumptions(context, machine)], Table(SERVED, serving_rows(models))),
     ]
     write_report(path, "Models compared", sections)
+
+
+def _frontier(models: list[Compared]) -> Figure:
+    return frontier(
+        [
+            (each.evaluation.path, each.made.kind, each.cached_numbers * BYTES, each.ratio)
+            for each in models
+            if each.ratio is not None
+        ]
+    )
 
 
 def in_bytes(count: float) -> str:

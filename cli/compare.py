@@ -37,8 +37,7 @@ def compare(
     """
     from dataclasses import asdict
 
-    from ..analysis.comparison import COLUMNS, SERVED, assumptions, quality_rows, serving_rows, write_comparison
-    from ..analysis.comparison import compare as run
+    from ..analysis import comparison
     from ..analysis.hub import Access
     from ..analysis.serving import Machine
     from ..model import KvfoldError
@@ -51,10 +50,14 @@ def compare(
         raise KvfoldError(f"context {context} is too short: 1 is the least")
     machine = Machine(memory * 1e9, bandwidth * 1e9, price, reserve)
     access = Access(revision, token, allow_pickle)
-    found = run(models, text, window, windows, context, machine, dtype, device, track, access)
-    table(f"{text}: {windows} windows of {window} tokens", COLUMNS, quality_rows(found, context))
-    table("serving", SERVED, serving_rows(found))
-    console.print(assumptions(context, machine), highlight=False)
-    write_comparison(html, found, text, window, windows, context, machine)
+    found = comparison.compare(models, text, window, windows, context, machine, dtype, device, track, access)
+    for title, columns, rows in (
+        (f"{text}: {windows} windows of {window} tokens", comparison.QUALITY, comparison.quality_rows(found, context)),
+        ("how they were made", comparison.MAKING, comparison.making_rows(found)),
+        (f"serving at {context:,} tokens", comparison.SERVED, comparison.serving_rows(found)),
+    ):
+        table(title, columns, rows)
+    console.print(comparison.assumptions(context, machine), highlight=False)
+    comparison.write_comparison(html, found, text, window, windows, context, machine)
     console.print(f"written to {html}", highlight=False, soft_wrap=True)
     write_json(json, {"models": [each.to_dict() for each in found], "machine": asdict(machine), "context": context})

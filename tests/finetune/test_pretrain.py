@@ -123,7 +123,9 @@ def test_weight_decay_spares_biases_norms_and_positions(options: Any, tmp_path: 
     assert trained["transformer.h.0.attn.q_proj.weight"].std() < 0.01
 
 
-def test_scratch_models_are_converted_uptrained_and_compared(options: Any, text_file: Path, tmp_path: Path) -> None:
+def test_scratch_models_are_converted_uptrained_and_compared(
+    options: Any, source: Path, text_file: Path, tmp_path: Path
+) -> None:
     paths = {name: str(tmp_path / name) for name in ("qkv", "folded", "uptrained", "scratch", "again")}
     pretrain(paths["qkv"], options())
     pretrain(paths["scratch"], options(variant="q-k=v"))
@@ -146,6 +148,9 @@ def test_scratch_models_are_converted_uptrained_and_compared(options: Any, text_
     assert found[4].made.tokens == 20 * 4 * 32 + 10 * 4 * 32
     assert found[2].made.flops == 10 * 4 * 32 * found[2].evaluation.parameters * 8
     assert found[1].serving.sequences > 1.9 * found[0].serving.sequences
+    other = compare([paths["qkv"], str(source)], str(text_file), 32, 4, 64, machine)[1]
+    assert other.made.kind == "source"
+    assert other.ratio is None  # its tokens are others
     write_comparison(tmp_path / "page.html", found, "text", 32, 4, 64, machine)
     page = (tmp_path / "page.html").read_text()
     assert "data:image/png;base64," in page
