@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import TEXT_HELP, AllowPickle, Device, Dtype, Json, Revision, Token
-from .output import check_json, check_output, console, table, track, write_json
+from .output import check_json, console, table, track, write_json
 
 
 def compare(
@@ -43,9 +43,7 @@ def compare(
     from ..model import KvfoldError
 
     check_json(json, *models)
-    check_output(html, *models)
-    if html.is_dir() or not html.absolute().parent.is_dir():
-        raise KvfoldError(f"{html} cannot be written: it is a folder, or its folder does not exist")
+    check_json(html, *models)
     if context < 1:
         raise KvfoldError(f"context {context} is too short: 1 is the least")
     machine = Machine(memory * 1e9, bandwidth * 1e9, price, reserve)

@@ -28,3 +28,25 @@ AllowPickle = Annotated[
 ]
 
 TEXT_HELP = "TEXT: a .txt, .jsonl or .parquet file, hf:NAME[:CONFIG[:SPLIT]], docs (Python's manual)"
+
+# Of several commands that train or prepare training:
+CheckpointActivations = Annotated[
+    bool, typer.Option("--checkpoint-activations", help="Less memory: compute activations again when needed.")
+]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the layers by torch.compile.")]
+Fsdp = Annotated[bool, typer.Option("--fsdp", help="Shard over the processes of torchrun (FSDP2).")]
+EvaluateEvery = Annotated[
+    str | None, typer.Option(metavar="N", help="Tokens between evaluations. Default: ten evaluations.")
+]
+Patience = Annotated[
+    int | None, typer.Option(help="Stop after so many evaluations that were no better. Default: never.")
+]
+ReportTo = Annotated[str, typer.Option(help="none, tensorboard or wandb.")]
+Workers = Annotated[int, typer.Option(help="Processes that tokenise.")]
+ResumeRun = Annotated[bool, typer.Option("--resume", help="Go on with the run to OUT that was interrupted.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace OUT where it exists.")]
+Size = Annotated[str, typer.Option(help="3m, 30m, 300m, 1.2b (the study's), or a YAML file like theirs.")]
+Shards = Annotated[str, typer.Option(metavar="TEXT", help=f"{TEXT_HELP}, or a folder that prepare has made.")]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="A folder, a Hub id, or train:N, trained on TEXT. Default: the size's.")
+]

@@ -62,7 +62,7 @@ def check_output(path: Path, *models: str) -> None:
 
 
 def check_json(path: Path | None, *models: str) -> None:
-    """Fail before the work, not after it, where the JSON file must not or cannot be written. Raises KvfoldError."""
+    """Fail before the work, not after it, where a file (JSON, a page) cannot or must not be written. KvfoldError."""
     if path is not None:
         check_output(path, *models)
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):

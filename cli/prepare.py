@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import TEXT_HELP, Json, Token
+from .options import TEXT_HELP, Json, Overwrite, Token, Workers
 from .output import check_json, console, track, write_json
 
 
@@ -19,9 +19,9 @@ def prepare(
     tokens: Annotated[str | None, typer.Option(metavar="N", help="To prepare: 2M, 10B, … Default: all.")] = None,
     validation: Annotated[float, typer.Option(help="Share that is set apart for validation.")] = 0.01,
     shard_tokens: Annotated[str, typer.Option(metavar="N", help="Of a shard, about.")] = "100M",
-    workers: Annotated[int, typer.Option(help="Processes that tokenise.")] = 1,
+    workers: Workers = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what was interrupted.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT where it exists.")] = False,
+    overwrite: Overwrite = False,
     json: Json = None,
     token: Token = None,
 ) -> None:

@@ -6,46 +6,53 @@ from typing import Annotated
 
 import typer
 
-from .options import TEXT_HELP, Device, Json, Seed, Token
+from .options import (
+    CheckpointActivations,
+    Compile,
+    Device,
+    EvaluateEvery,
+    Fsdp,
+    Json,
+    Overwrite,
+    Patience,
+    ReportTo,
+    ResumeRun,
+    Seed,
+    Shards,
+    Size,
+    Token,
+    Tokenizer,
+    Workers,
+)
 from .output import check_json, console, track, write_json
 from .training import watching
 
 
 def pretrain(
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
-    size: Annotated[str, typer.Option(help="3m, 30m, 300m, 1.2b (the study's), or a YAML file like theirs.")] = "3m",
+    size: Size = "3m",
     variant: Annotated[
         str, typer.Option(help="Projections that are one: qkv, q=k-v, q=k-v+, q-k=v, q=k=v or q=k=v+.")
     ] = "qkv",
     kv_heads: Annotated[
         int | None, typer.Option(help="Heads of keys and values (qkv, q-k=v). Default: as many as query heads.")
     ] = None,
-    text: Annotated[
-        str, typer.Option(metavar="TEXT", help=f"{TEXT_HELP}, or a folder that prepare has made.")
-    ] = "docs",
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A folder, a Hub id, or train:N, trained on TEXT. Default: the size's.")
-    ] = None,
+    text: Shards = "docs",
+    tokenizer: Tokenizer = None,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="To train on. Default: the size's.")] = None,
     batch: Annotated[
         int | None, typer.Option(help="Sequences at a time, on each device; the tokens of a step stay.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell the model's figures, and train nothing.")] = False,
-    checkpoint_activations: Annotated[
-        bool, typer.Option("--checkpoint-activations", help="Less memory: compute activations again when needed.")
-    ] = False,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the layers by torch.compile.")] = False,
-    fsdp: Annotated[bool, typer.Option("--fsdp", help="Shard over the processes of torchrun (FSDP2).")] = False,
-    evaluate_every: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens between evaluations. Default: ten evaluations.")
-    ] = None,
-    patience: Annotated[
-        int | None, typer.Option(help="Stop after so many evaluations that were no better. Default: never.")
-    ] = None,
-    report_to: Annotated[str, typer.Option(help="none, tensorboard or wandb.")] = "none",
-    workers: Annotated[int, typer.Option(help="Processes that tokenise.")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run to OUT that was interrupted.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT where it exists.")] = False,
+    checkpoint_activations: CheckpointActivations = False,
+    compile: Compile = False,
+    fsdp: Fsdp = False,
+    evaluate_every: EvaluateEvery = None,
+    patience: Patience = None,
+    report_to: ReportTo = "none",
+    workers: Workers = 1,
+    resume: ResumeRun = False,
+    overwrite: Overwrite = False,
     json: Json = None,
     seed: Seed = 0,
     device: Device = "cpu",

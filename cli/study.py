@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import TEXT_HELP, Device, Json, Seed, Token
+from .options import Compile, Device, Json, Seed, Shards, Size, Token, Tokenizer, Workers
 from .output import check_json, console, table, track, write_json
 from .training import watching_each
 
@@ -15,19 +15,15 @@ VARIANTS_HELP = "Variants, comma-separated: qkv, q=k-v, q=k-v+, q-k=v, q=k=v, q=
 
 def study(
     work: Annotated[str, typer.Argument(metavar="WORK", help="Folder for models and figures; goes on where it was.")],
-    size: Annotated[str, typer.Option(help="3m, 30m, 300m, 1.2b (the study's), or a YAML file like theirs.")] = "3m",
+    size: Size = "3m",
     variants: Annotated[str, typer.Option(help=VARIANTS_HELP)] = "qkv,q=k-v,q-k=v,q=k=v,q-mqa",
     seeds: Annotated[int, typer.Option(help="Trainings of each variant.")] = 2,
-    text: Annotated[
-        str, typer.Option(metavar="TEXT", help=f"{TEXT_HELP}, or a folder that prepare has made.")
-    ] = "docs",
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A folder, a Hub id, or train:N, trained on TEXT. Default: the size's.")
-    ] = None,
+    text: Shards = "docs",
+    tokenizer: Tokenizer = None,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Of each training. Default: the size's.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences at a time; the tokens of a step stay.")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the layers by torch.compile.")] = False,
-    workers: Annotated[int, typer.Option(help="Processes that tokenise.")] = 1,
+    compile: Compile = False,
+    workers: Workers = 1,
     json: Json = None,
     seed: Seed = 0,
     device: Device = "cpu",

@@ -6,7 +6,24 @@ from typing import Annotated
 
 import typer
 
-from .options import TEXT_HELP, AllowPickle, Device, Json, Model, Seed, Token
+from .options import (
+    TEXT_HELP,
+    AllowPickle,
+    CheckpointActivations,
+    Compile,
+    Device,
+    EvaluateEvery,
+    Fsdp,
+    Json,
+    Model,
+    Overwrite,
+    Patience,
+    ReportTo,
+    ResumeRun,
+    Seed,
+    Token,
+    Workers,
+)
 from .output import check_json, console, track, write_json
 from .training import watching
 
@@ -55,21 +72,15 @@ def uptrain(
     ] = None,
     warmup: Annotated[float, typer.Option(help="Share of the steps in which the rate rises; then a cosine.")] = 0.05,
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
-    checkpoint_activations: Annotated[
-        bool, typer.Option("--checkpoint-activations", help="Less memory: compute activations again when needed.")
-    ] = False,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the layers by torch.compile.")] = False,
-    fsdp: Annotated[bool, typer.Option("--fsdp", help="Shard over the processes of torchrun (FSDP2).")] = False,
-    evaluate_every: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens between evaluations. Default: ten evaluations.")
-    ] = None,
-    patience: Annotated[
-        int | None, typer.Option(help="Stop after so many evaluations that were no better. Default: never.")
-    ] = None,
-    report_to: Annotated[str, typer.Option(help="none, tensorboard or wandb.")] = "none",
-    workers: Annotated[int, typer.Option(help="Processes that tokenise.")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run to OUT that was interrupted.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT where it exists.")] = False,
+    checkpoint_activations: CheckpointActivations = False,
+    compile: Compile = False,
+    fsdp: Fsdp = False,
+    evaluate_every: EvaluateEvery = None,
+    patience: Patience = None,
+    report_to: ReportTo = "none",
+    workers: Workers = 1,
+    resume: ResumeRun = False,
+    overwrite: Overwrite = False,
     json: Json = None,
     seed: Seed = 0,
     device: Device = "cpu",

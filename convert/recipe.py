@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import Environment
 
@@ -19,6 +19,7 @@ from ..model.errors import one_line
 
 FORMAT = 1
 RECIPE = "kvfold.json"
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -53,21 +54,31 @@ class Recipe:
 
     @classmethod
     def read(cls, folder: Path) -> Recipe:
-        """Read ``kvfold.json``. Raises KvfoldError where it is missing, damaged, or of another format."""
-        try:
-            entries = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
-            if entries["format"] != FORMAT:
-                raise KvfoldError(f"{folder / RECIPE} has format {entries['format']!r}: written by a newer kvfold?")
-            return cls(**entries)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise KvfoldError(f"{folder / RECIPE} is missing or damaged: {one_line(error)}") from error
+        """Read ``kvfold.json``; see ``read_record``."""
+        return read_record(cls, folder)
 
     def write(self, folder: Path) -> None:
         """Write ``kvfold.json`` and the model card ``README.md``."""
-        (folder / RECIPE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        template = files("kvfold.convert").joinpath("model_card.md.jinja").read_text(encoding="utf-8")
-        card = Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True).from_string(template)
-        (folder / "README.md").write_text(card.render(recipe=self) + "\n", encoding="utf-8")
+        write_record(self, folder, "kvfold.convert", recipe=self)
+
+
+def read_record(kind: type[Record], folder: Path) -> Record:
+    """What ``kvfold.json`` says. Raises KvfoldError where it is missing, damaged, or of another format."""
+    try:
+        entries = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+        if entries["format"] != FORMAT:
+            raise KvfoldError(f"{folder / RECIPE} has format {entries['format']!r}: written by a newer kvfold?")
+        return kind(**entries)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KvfoldError(f"{folder / RECIPE} is missing or damaged: {one_line(error)}") from error
+
+
+def write_record(record: Any, folder: Path, package: str, **named: Any) -> None:
+    """Write a dataclass as ``kvfold.json``, and the model card of ``package``, which knows it by the name given."""
+    (folder / RECIPE).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+    template = files(package).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
+    card = Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True).from_string(template)
+    (folder / "README.md").write_text(card.render(**named) + "\n", encoding="utf-8")
 
 
 def versions() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +20,7 @@ from .distillation import teach
 from .loss import LossWeights
 from .prepare import PrepareOptions, prepare
 from .pretrained import Pretrained
-from .session import Session, session
+from .session import Session, is_sharded, session
 from .shards import TOKENIZER, Index, Sequences, is_prepared
 from .sizes import Figures, Size, figures, model_config, new_model
 from .tokenizers import named_tokenizer
@@ -128,15 +127,28 @@ def pretrain(
         return run.write(trainer, target, time.monotonic() - started)
 
 
+def shards_of(options: PretrainOptions, made: Path, track: Track) -> Path:
+    """The folder of shards: what the user gave, or ``made`` of the text, and kept for a resumed run."""
+    if is_prepared(options.text):
+        return Path(options.text).expanduser()
+    if not is_prepared(str(made)):
+        how = PrepareOptions(
+            options.tokenizer or options.size.tokenizer, validation=VALIDATION, workers=options.workers,
+            access=options.access, resume=True,
+        )  # fmt: skip
+        prepare(options.text, str(made), how, track)
+    return made
+
+
 class _Run:
     """One run, with what it has loaded."""
 
     def __init__(self, options: PretrainOptions, opened: Session, track: Track) -> None:
         self.options, self.folder, self.processes = options, opened.folder, opened.processes
-        self.sharded = options.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        self.sharded = is_sharded(options.fsdp)
         self.size = options.size.for_devices(self.processes.num_processes, options.batch)
         with self.processes.main_process_first():
-            shards = self._shards(track)
+            shards = shards_of(options, self.folder / "shards", track)
         self.tokenizer = named_tokenizer(str(shards / TOKENIZER), options.access)
         self.data = self._data(shards)
         vocabulary = -(-len(self.tokenizer) // PADDED) * PADDED
@@ -170,19 +182,6 @@ class _Run:
             device=options.device,
         )
         return train(self.model, self.data, self.schedule, settings, self.folder, watch)
-
-    def _shards(self, track: Track) -> Path:
-        """The folder of shards: what the user gave, or made here and kept for a resumed run."""
-        options, made = self.options, self.folder / "shards"
-        if is_prepared(options.text):
-            return Path(options.text).expanduser()
-        if not is_prepared(str(made)):
-            how = PrepareOptions(
-                options.tokenizer or self.size.tokenizer, validation=VALIDATION, workers=options.workers,
-                access=options.access, resume=True,
-            )  # fmt: skip
-            prepare(options.text, str(made), how, track)
-        return made
 
     def _data(self, shards: Path) -> Packed:
         index, sequence = Index.read(shards), self.size.sequence

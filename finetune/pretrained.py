@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
-from importlib.resources import files
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
-
-from ..convert.recipe import RECIPE, versions
-from ..model import KvfoldError
-from ..model.errors import one_line
-
-FORMAT = 1
+from ..convert.recipe import FORMAT, RECIPE, read_record, versions, write_record
 
 
 @dataclass(frozen=True)
@@ -51,21 +44,12 @@ class Pretrained:
 
     @classmethod
     def read(cls, folder: Path) -> Pretrained:
-        """Read ``kvfold.json``. Raises KvfoldError where it is missing, damaged, or of another format."""
-        try:
-            entries = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
-            if entries["format"] != FORMAT:
-                raise KvfoldError(f"{folder / RECIPE} has format {entries['format']!r}: written by a newer kvfold?")
-            return cls(**entries)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise KvfoldError(f"{folder / RECIPE} is missing or damaged: {one_line(error)}") from error
+        """Read ``kvfold.json``; see ``read_record``."""
+        return read_record(cls, folder)
 
     def write(self, folder: Path) -> None:
         """Write ``kvfold.json`` and the model card ``README.md``."""
-        (folder / RECIPE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        template = files("kvfold.finetune").joinpath("model_card.md.jinja").read_text(encoding="utf-8")
-        card = Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True).from_string(template)
-        (folder / "README.md").write_text(card.render(made=self) + "\n", encoding="utf-8")
+        write_record(self, folder, "kvfold.finetune", made=self)
 
 
 def is_pretrained(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,11 @@ def session(target: Path, settings: dict[str, Any], resume: bool, device: str, w
         raise
     if unfinished is not None:
         unfinished.discard()
+
+
+def is_sharded(fsdp: bool) -> bool:
+    """Whether parameters are spread over the processes: torchrun with --fsdp, or accelerate's config asks for it."""
+    return fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def _leave(unfinished: Unfinished, error: BaseException) -> None:

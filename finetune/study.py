@@ -15,14 +15,12 @@ from ..analysis.perplexity import CACHE_PROBE, cache_bytes_per_token
 from ..analysis.plots import degradations
 from ..analysis.progress import Track, silent
 from ..model import VARIANTS, KvfoldError, variant_named
-from .prepare import PrepareOptions, prepare
-from .pretrain import VALIDATION, PretrainOptions, pretrain
+from .pretrain import PretrainOptions, pretrain, shards_of
 from .pretrained import Pretrained, is_pretrained
 from .shards import Index, is_prepared
 from .sizes import CACHE_BYTES
 from .training import Watch
 
-DEFAULT_VARIANTS = ("qkv", "q=k-v", "q-k=v", "q=k=v", "q-mqa")
 # Perplexity lost against qkv, per cent: arXiv 2606.04032.
 PUBLISHED = {
     "300M": {"q-k=v": 3.1, "q=k-v": 4.9, "q=k=v": 25.4, "q-gqa-4": 3.9, "q-mqa": 4.8},
@@ -116,19 +114,11 @@ def study(
 
 
 def _shards(folder: Path, options: PretrainOptions, track: Track) -> Path:
-    """The folder of shards that all are trained on."""
-    if is_prepared(options.text):
-        return Path(options.text).expanduser()
-    shards = folder / "shards"
-    if is_prepared(str(shards)):
-        if Index.read(shards).text != options.text:
-            raise KvfoldError(f"{shards} is of the text {Index.read(shards).text!r}: give another WORK")
-        return shards
-    how = PrepareOptions(
-        options.tokenizer or options.size.tokenizer, validation=VALIDATION, workers=options.workers,
-        access=options.access, resume=True,
-    )  # fmt: skip
-    prepare(options.text, str(shards), how, track)
+    """The folder of shards that all are trained on. Raises KvfoldError where those in WORK are of another text."""
+    made = folder / "shards"
+    shards = shards_of(options, made, track)
+    if not is_prepared(options.text) and Index.read(made).text != options.text:
+        raise KvfoldError(f"{made} is of the text {Index.read(made).text!r}: give another WORK")
     return shards
 
 

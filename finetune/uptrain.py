@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from contextlib import suppress
@@ -24,7 +23,7 @@ from .distillation import teach
 from .options import TOKENS, UptrainOptions
 from .pretrained import Pretrained, is_pretrained
 from .self_text import written_documents
-from .session import Session, session
+from .session import Session, is_sharded, session
 from .teacher import load_teacher, shard_teacher
 from .trainable import choose, share_frozen, trained_parameters
 from .training import EVALUATIONS, FoldedTrainer, Schedule, Watch, compile_layers, train, write_course
@@ -86,8 +85,7 @@ class _Run:
         self.path, self.recipe, self.texts, self.evaluate = path, recipe, texts, evaluate
         self.options, self.folder, self.processes, self.track = options, opened.folder, opened.processes, track
         processes = opened.processes
-        # torchrun with --fsdp, or a config of accelerate that asks for it.
-        self.sharded = options.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        self.sharded = is_sharded(options.fsdp)
         device = options.device if processes.num_processes == 1 else str(processes.device)
         on_cpu = torch.device(device).type == "cpu"
         # Adapters may sit on rounded weights; weights that are trained themselves must not be rounded.
