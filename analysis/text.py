@@ -1,4 +1,4 @@
-"""TEXT, wherever a command wants text: a file, a Hub data set, Python's own manual, or what the model writes itself."""
+"""TEXT, wherever a command wants text: a file, a Hub data set, Python's own manual, or what a model writes itself."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from ..model import KvfoldError
 from ..model.errors import one_line
 from .loading import quiet
+from .written import WRITTEN, Writer
 
 CALIBRATE, EVALUATE = "calibrate", "evaluate"
-KINDS = "a .txt, .jsonl or .parquet file, hf:NAME[:CONFIG[:SPLIT]], docs, or self"
+KINDS = "a .txt, .jsonl or .parquet file, hf:NAME[:CONFIG[:SPLIT]], docs, self or chat"
 BETWEEN_DOCUMENTS = "\n\n"
 TXT_PIECE = 1_000_000  # characters, from which on a text file is cut at a line's end where documents are wanted
 CHARACTERS_A_TOKEN = 32  # more than text has; only so much of a large file is read for a number of tokens
@@ -33,7 +34,7 @@ class TextSource:
     purpose: str = EVALUATE
 
     def __post_init__(self) -> None:
-        if self.spec in ("docs", "self") or self.spec.startswith("hf:"):
+        if self.spec == "docs" or self.spec in WRITTEN or self.spec.startswith("hf:"):
             return
         path = Path(self.spec).expanduser()
         if path.suffix not in (".txt", ".jsonl", ".parquet"):
@@ -43,20 +44,19 @@ class TextSource:
         if path.stat().st_size == 0:
             raise KvfoldError(f"text file {self.spec} is empty")
 
-    def tokens(self, tokenizer: Any, count: int | None = None, model: Any = None, seed: int = 0) -> torch.Tensor:
+    def tokens(self, tokenizer: Any, count: int | None = None, writer: Writer | None = None) -> torch.Tensor:
         """Token ids ``[n]`` (int64) of the text, the first ``count`` of them where given.
 
         Args:
-            tokenizer: the model's. count: tokens wanted; all where None. model: writes the text of ``self``.
-            seed: of what ``self`` writes.
+            tokenizer: the model's. count: tokens wanted; all where None. writer: of text ``self`` and ``chat``.
 
         Raises:
             KvfoldError: for empty or binary text, or a source that lacks what it needs.
         """
-        if self.spec == "self":
-            if model is None or count is None:
-                raise KvfoldError("text 'self' is for calibration: here another text is needed")
-            return write_text(model, tokenizer, count, seed)
+        if self.spec in WRITTEN:
+            if writer is None or count is None:
+                raise KvfoldError(f"text {self.spec!r} is for calibration and training: here another text is needed")
+            return torch.tensor([each for ids in writer.documents(self.spec, count) for each in ids])[:count]
         if tokenizer is None:
             raise KvfoldError(f"the model has no tokenizer, which text {self.spec!r} needs")
         pieces: list[torch.Tensor] = []
@@ -150,26 +150,6 @@ def python_manual(purpose: str) -> list[str]:
         half -= len(texts[middle])
         middle += 1
     return texts[:middle] if purpose == CALIBRATE else texts[middle:]
-
-
-@torch.inference_mode()
-def write_text(model: Any, tokenizer: Any, count: int, seed: int, length: int = 512, batch: int = 16) -> torch.Tensor:
-    """Text that the model samples from itself at temperature 1: token ids ``[count]``, in stretches of ``length``."""
-    start = getattr(tokenizer, "bos_token_id", None)
-    start = start if start is not None else getattr(tokenizer, "eos_token_id", None)
-    pieces: list[torch.Tensor] = []
-    # transformers samples from torch's global generator; fork it, so that the caller's stays as it was.
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        while sum(map(len, pieces)) < count:
-            first = torch.full((batch, 1), start if start is not None else 0, device=model.device)
-            written = model.generate(
-                first, attention_mask=torch.ones_like(first), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                max_new_tokens=length - 1, min_new_tokens=length - 1,
-            )  # fmt: skip
-            pieces += list(written.cpu())
-    return torch.cat(pieces)[:count]
 
 
 def _read_txt(path: Path, characters: int | None) -> str:

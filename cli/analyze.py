@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import TEXT_HELP, AllowPickle, Device, Dtype, Json, Model, Revision, Seed, Token
+from .options import TEXT_HELP, WRITTEN_HELP, AllowPickle, Device, Dtype, Json, Model, Revision, Seed, Token
 from .output import check_json, check_output, console, table, track, write_json
 
 
@@ -16,7 +16,7 @@ def analyze(
     model: Model,
     calibrate: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help=f"{TEXT_HELP}, or self. Adds CKA and the energy that latents keep."),
+        typer.Option(metavar="TEXT", help=f"{TEXT_HELP}, {WRITTEN_HELP}. Adds CKA and the energy that latents keep."),
     ] = None,
     calibrate_tokens: Annotated[int, typer.Option(help="Tokens of it.")] = 8192,
     calibrate_window: Annotated[int, typer.Option(help="Tokens the model reads in one go.")] = 512,
@@ -41,6 +41,7 @@ def analyze(
     from ..analysis.redundancy import analyze_encoder
     from ..analysis.tables import summary, write_csv
     from ..analysis.text import CALIBRATE, TextSource
+    from ..analysis.written import Writer
     from ..model import KvfoldError
 
     check_json(json, model)
@@ -54,7 +55,8 @@ def analyze(
     if encoder and source is not None:
         raise KvfoldError(f"{model} is an encoder, which is compared by its weights alone: leave out --calibrate")
     if source is not None:
-        tokens = source.tokens(checkpoint.tokenizer, calibrate_tokens, checkpoint.model, seed)
+        writer = Writer(lambda: checkpoint.model, checkpoint.tokenizer, seed, track=track)
+        tokens = source.tokens(checkpoint.tokenizer, calibrate_tokens, writer)
         moments = collect_moments(checkpoint.model, windows(tokens, calibrate_window), track=track)
     layers = analyze_encoder(checkpoint.model, track) if encoder else run(checkpoint.model, moments, track)
     _print(model, layers)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import TEXT_HELP, AllowPickle, Device, Dtype, Json, Model, Revision, Seed, Token
+from .options import CALIBRATE_HELP, AllowPickle, Device, Dtype, Json, Model, Revision, Seed, Token
 from .output import check_json, console, track, write_json
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def convert(
         bool, typer.Option("--cluster", help="Heads that share well share a window, instead of neighbours.")
     ] = False,
     calibrate: Annotated[
-        str, typer.Option(metavar="TEXT", help=f"{TEXT_HELP}, or self (the model writes it); of docs the first half.")
-    ] = "docs",
+        list[str] | None, typer.Option(metavar="TEXT[:WEIGHT]", help=f"{CALIBRATE_HELP} Default: docs.")
+    ] = None,
     calibrate_tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.")] = 16384,
     calibrate_window: Annotated[
         int | None, typer.Option(help="Tokens the model reads in one go. Default: up to 2,048, a sixth of all.")
@@ -111,7 +111,7 @@ def convert(
         key_heads=key_heads,
         grouping=grouping,
         cluster=cluster,
-        calibrate=calibrate,
+        calibrate=tuple(calibrate or ["docs"]),
         calibrate_tokens=calibrate_tokens,
         calibrate_window=calibrate_window,
         plan=plan,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options import TEXT_HELP, AllowPickle, Device, Json, Model, Revision, Seed, Token
+from .options import CALIBRATE_HELP, AllowPickle, Device, Json, Model, Revision, Seed, Token
 from .output import check_json, check_output, console, track, write_json
 
 
@@ -25,8 +25,8 @@ def plan(
     ] = None,
     span: Annotated[str, typer.Option(help="all or head, see convert.")] = "all",
     calibrate: Annotated[
-        str, typer.Option(metavar="TEXT", help=f"{TEXT_HELP}, or self (the model writes it); of docs the first half.")
-    ] = "docs",
+        list[str] | None, typer.Option(metavar="TEXT[:WEIGHT]", help=f"{CALIBRATE_HELP} Default: docs.")
+    ] = None,
     calibrate_tokens: Annotated[int, typer.Option(help="Tokens to calibrate and measure on.")] = 16384,
     calibrate_window: Annotated[
         int | None, typer.Option(help="Tokens the model reads in one go. Default: up to 2,048, a sixth of all.")
@@ -56,7 +56,7 @@ def plan(
     conversion = ConvertOptions(
         cache_fraction=cache_fraction,
         span=span,
-        calibrate=calibrate,
+        calibrate=tuple(calibrate or ["docs"]),
         calibrate_tokens=calibrate_tokens,
         calibrate_window=calibrate_window,
         seed=seed,

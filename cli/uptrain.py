@@ -8,6 +8,7 @@ import typer
 
 from .options import (
     TEXT_HELP,
+    WRITTEN_HELP,
     AllowPickle,
     CheckpointActivations,
     Compile,
@@ -35,7 +36,7 @@ def uptrain(
         list[str] | None,
         typer.Option(
             metavar="TEXT[:WEIGHT]",
-            help=f"To train on, again for a mixture. {TEXT_HELP}, or self (the source writes it). Default: docs.",
+            help=f"To train on, again for a mixture. {TEXT_HELP}, {WRITTEN_HELP}. Default: docs.",
         ),
     ] = None,
     evaluate: Annotated[

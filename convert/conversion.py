@@ -13,8 +13,8 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..analysis.hub import quiet
 from ..analysis.loading import DTYPES, Location, locate
+from ..analysis.mixture import named_texts
 from ..analysis.progress import Track, silent
-from ..analysis.text import CALIBRATE, TextSource
 from ..model import Family, FoldedLayout, KvfoldError
 from ..model.family import FORMAT
 from .folding import Folding
@@ -46,7 +46,7 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
     """
     chosen = method(options.method)
     check_options(chosen, options)
-    text = TextSource(options.calibrate, CALIBRATE) if chosen.needs_text else None
+    texts = named_texts(options.calibrate) if chosen.needs_text else None
     target = Path(out).expanduser()
     require_free(target, options.overwrite, Path(path).expanduser())
     started = time.monotonic()
@@ -58,10 +58,8 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
             require_room(target, _room(source, options))
             described = describe_source(path, location.folder, source.config)
             tokens = None
-            if text is not None:
-                tokens = calibration_tokens(
-                    text, location, source, options.calibrate_tokens, options.seed, options.dtype, options.access
-                )
+            if texts is not None:
+                tokens = calibration_tokens(texts, location, source, described, options, track)
             plan = _plan(path, source, described, tokens, options, work, track)
             folding = Folding(source, chosen, options, work, track, plan)
             if tokens is None:

@@ -163,7 +163,7 @@ class Folding:
         if held_out:
             self.ways = compared
         self.calibration = {
-            "text": options.calibrate,
+            "texts": list(options.calibrate),
             "tokens": (len(rows) - held_out) * window,
             "window": window,
             "held_out_tokens": held_out * window,

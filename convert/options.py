@@ -37,14 +37,14 @@ class ConvertOptions:
         grouping: how heads share a window, one of ``GROUPINGS``. cluster: those that lose least by it share one, not
             neighbours.
         plan: file with each layer's width (see ``plan``), instead of F or R. auto_plan: make one first.
-        calibrate: TEXT. calibrate_tokens: how many of its tokens. calibrate_window: tokens in one go; None: as many as
-            leave some windows to average over, up to ``LONGEST_WINDOW``.
+        calibrate: ``TEXT`` or ``TEXT:WEIGHT`` each. calibrate_tokens: how many of all. calibrate_window: tokens
+            in one go; None: as many as leave some windows to average over, up to ``LONGEST_WINDOW``.
         refine: minutes in which layers may be refined (see ``refine``); 0: not at all.
         balance: λ; None: found by KL from the source on held-out windows of the text.
         cache_dtype: the coarsest dtype that the cache will have; the value map is made to stand its rounding. ``auto``:
             bfloat16, so that the model may be loaded in any dtype.
         dtype: of the written weights; ``auto``: the source's.
-        max_shard_size: of the written files. overwrite: replace OUT. seed: of text ``self``. device: torch device.
+        max_shard_size: of the written files. overwrite: replace OUT. seed: of written text. device: torch device.
         offload: keep the calibration text's hidden states on disk. resume: go on with an interrupted conversion.
         access: how MODEL may be read.
     """
@@ -59,7 +59,7 @@ class ConvertOptions:
     cluster: bool = False
     plan: str | None = None
     auto_plan: bool = False
-    calibrate: str = "docs"
+    calibrate: tuple[str, ...] = ("docs",)
     calibrate_tokens: int = 16384
     calibrate_window: int | None = None
     refine: float = 0.0
@@ -127,17 +127,21 @@ def _window(options: ConvertOptions) -> int:
     return min(LONGEST_WINDOW, 1 << (affordable.bit_length() - 1))
 
 
+def calibration_window(options: ConvertOptions, config: Any) -> int:
+    """Tokens that a model of this config reads in one go."""
+    window = _window(options)
+    return min(window, getattr(config, "max_position_embeddings", None) or window)
+
+
 def calibration_rows(tokens: torch.Tensor, options: ConvertOptions, config: Any) -> torch.Tensor:
     """The calibration text ``[n]`` in windows that a model of this config can read, ``[rows, window]``.
 
     Raises KvfoldError for fewer than two of them.
     """
-    window = _window(options)
-    window = min(window, getattr(config, "max_position_embeddings", None) or window)
+    window = calibration_window(options, config)
     if len(tokens) < 2 * window:
-        raise KvfoldError(
-            f"text {options.calibrate!r} is too short to calibrate on: {len(tokens)} tokens, use {2 * window} or more"
-        )
+        told = ", ".join(map(repr, options.calibrate))
+        raise KvfoldError(f"text {told} is too short to calibrate on: {len(tokens)} tokens, use {2 * window} or more")
     return windows(tokens, window)
 
 

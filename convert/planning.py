@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..analysis.loading import locate
+from ..analysis.mixture import named_texts
 from ..analysis.progress import Track, silent
-from ..analysis.text import CALIBRATE, TextSource
 from ..model import AttentionTraits, KvfoldError
 from .allocation import CostPoint, allocate, interpolate
 from .calibrated import CALIBRATED
@@ -47,14 +47,12 @@ def make_plan(path: str, options: PlanOptions, track: Track = silent) -> Plan:
     """Plan MODEL at ``path``. Raises KvfoldError for bad input, and for a budget that cannot be reached."""
     conversion = options.conversion
     check_options(CALIBRATED, conversion)
-    text = TextSource(conversion.calibrate, CALIBRATE)
+    texts = named_texts(conversion.calibrate)
     location = locate(path, conversion.access)
     with tempfile.TemporaryDirectory() as folder:
         source = LazySource(staged(location, Path(folder) / "source", access=conversion.access), conversion.device)
-        tokens = calibration_tokens(
-            text, location, source, conversion.calibrate_tokens, conversion.seed, access=conversion.access
-        )
         described = describe_source(path, location.folder, source.config)
+        tokens = calibration_tokens(texts, location, source, described, conversion, track)
         return plan_source(source, described, tokens, options, track)
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..analysis.hub import DEFAULT_ACCESS, Access, quiet
 from ..analysis.loading import Location, load, load_tokenizer, locate
-from ..analysis.text import TextSource
+from ..analysis.mixture import WeightedText, mixed_tokens
+from ..analysis.progress import Track
+from ..analysis.written import Writer
+from .options import ConvertOptions, calibration_window
+from .recipe import identity
 from .source import LazySource
 from .writing import copy_beside, whole_folder
 
@@ -31,10 +37,20 @@ def staged(location: Location, folder: Path, dtype: str = "auto", access: Access
 
 
 def calibration_tokens(
-    text: TextSource, location: Location, source: LazySource, count: int, seed: int, dtype: str = "auto",
-    access: Access = DEFAULT_ACCESS,
+    texts: Sequence[WeightedText], location: Location, source: LazySource, described: dict[str, Any],
+    options: ConvertOptions, track: Track,
 ) -> torch.Tensor:  # fmt: skip
-    """``count`` token ids of a text. Only to write it itself (TEXT ``self``) the whole model is loaded."""
+    """Token ids ``[n]`` of the texts. Only to write them itself (``self``, ``chat``) the whole model is loaded.
+
+    Args:
+        texts: to calibrate on. location, source: the model. described: it, as in ``kvfold.json``.
+        options: how many tokens, in which windows, with which seed. track: shows how writing goes on.
+    """
     tokenizer = load_tokenizer(source.location)
-    model = load(location.path, dtype, str(source.device), access).model if text.spec == "self" else None
-    return text.tokens(tokenizer, count, model, seed)
+
+    def model() -> Any:
+        return load(location.path, options.dtype, str(source.device), options.access).model
+
+    writer = Writer(model, tokenizer, options.seed, identity(described), track)
+    window = calibration_window(options, source.config)
+    return mixed_tokens(texts, tokenizer, options.calibrate_tokens, window, writer)

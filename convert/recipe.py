@@ -87,6 +87,11 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{package: version(package) for package in packages}}
 
 
+def identity(described: dict[str, Any]) -> str:
+    """What tells a described source from all others: of the commit on the Hub, or the hash of its weights."""
+    return (described.get("sha256") or described["revision"])[:32]
+
+
 def describe_source(path: str, folder: Path, config: Any) -> dict[str, Any]:
     """Name a source so that it can be told from another: Hub id and commit, or the hash of its weight files.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,31 +15,15 @@ import numpy as np
 import torch
 
 from ..analysis.loading import quiet
-from ..analysis.text import CALIBRATE, TextSource
+from ..analysis.mixture import WeightedText
+from ..analysis.text import TextSource
+from ..analysis.written import WRITTEN, Writer
 from ..model import KvfoldError
 from .loss import IGNORED
 
 CHARACTERS_A_TOKEN = 8  # more than text has on average; so much of a source is read for the tokens wanted of it
 HELD_OUT_SHARE, HELD_OUT_MOST = 0.05, 64  # of a source's sequences, where no other text is given to evaluate on
 DOCUMENTS_AT_ONCE = 1000  # tokenised and packed together
-
-
-@dataclass(frozen=True)
-class WeightedText:
-    """A TEXT and the share of the training tokens that it gives, relative to the others."""
-
-    source: TextSource
-    weight: float = 1.0
-
-    @classmethod
-    def parse(cls, spec: str) -> WeightedText:
-        """Read ``TEXT`` or ``TEXT:WEIGHT``. Raises KvfoldError for either that is not understood."""
-        text, colon, weight = spec.rpartition(":")
-        if colon and re.fullmatch(r"\d+(\.\d*)?|\.\d+", weight):
-            if float(weight) <= 0:
-                raise KvfoldError(f"text {spec!r} has weight {weight}: give a number above 0")
-            return cls(TextSource(text, CALIBRATE), float(weight))
-        return cls(TextSource(spec, CALIBRATE))
 
 
 @dataclass(frozen=True)
@@ -75,7 +58,7 @@ def packed_texts(
     evaluate: TextSource | None,
     tokenizer: Any,
     packing: Packing,
-    written: Any = None,
+    writer: Writer | None = None,
 ) -> Packed:
     """Sequences of several texts, in the proportion of their weights.
 
@@ -84,8 +67,7 @@ def packed_texts(
 
     Args:
         texts: to train on. evaluate: held-out text; None: the last sequences of each text are held out. tokenizer: the
-            model's. packing: see there. written: a function from a number of tokens to documents of token ids, for the
-            text ``self``.
+            model's. packing: see there. writer: of text ``self`` and ``chat``.
 
     Raises:
         KvfoldError: for a text that is shorter than one sequence (two, where one of them is to be held out).
@@ -97,7 +79,7 @@ def packed_texts(
     for number, text in enumerate(texts):
         share = max(1, round(packing.sequences * text.weight / whole))
         extra = 0 if evaluate else held_out_sequences(share)
-        rows = _sequences(text.source, tokenizer, packing, share + extra, written)
+        rows = _sequences(text.source, tokenizer, packing, share + extra, writer)
         kept = len(rows) if evaluate else len(rows) - min(extra, held_out_sequences(len(rows)))
         if kept < 1:
             raise KvfoldError(
@@ -108,7 +90,7 @@ def packed_texts(
         repeated[text.source.spec] = share / min(share, kept)
         train.append(_repeat(rows.select(range(min(share, kept))), share, packing.seed + number))
     if evaluate is not None:
-        held_out.append(_sequences(evaluate, tokenizer, packing, HELD_OUT_MOST, written))
+        held_out.append(_sequences(evaluate, tokenizer, packing, HELD_OUT_MOST, writer))
     with quiet(), no_bars():
         return Packed(datasets.concatenate_datasets(train), datasets.concatenate_datasets(held_out), repeated)
 
@@ -142,15 +124,16 @@ def _repeat(rows: Any, count: int, seed: int) -> Any:
     return datasets.concatenate_datasets(rounds).select(range(count))
 
 
-def _sequences(text: TextSource, tokenizer: Any, packing: Packing, wanted: int, written: Any) -> Any:
+def _sequences(text: TextSource, tokenizer: Any, packing: Packing, wanted: int, writer: Writer | None) -> Any:
     """The first ``wanted`` sequences of a text, or all where it has fewer."""
     import datasets
 
     tokens = (wanted + 1) * packing.sequence
     with quiet(), no_bars():
-        if text.spec == "self":
-            ids = written(tokens)
-            rows = datasets.Dataset.from_dict({"ids": ids})
+        if text.spec in WRITTEN:
+            if writer is None:
+                raise KvfoldError(f"text {text.spec!r} needs a model that writes it: here another text is needed")
+            rows = datasets.Dataset.from_dict({"ids": writer.documents(text.spec, tokens)})
         else:
             told = {"text": text, "characters": CHARACTERS_A_TOKEN * tokens}
             documents = datasets.Dataset.from_generator(

@@ -16,6 +16,7 @@ import numpy as np
 from ..analysis.hub import DEFAULT_ACCESS, Access
 from ..analysis.progress import Track, silent
 from ..analysis.text import CALIBRATE, TextSource
+from ..analysis.written import WRITTEN
 from ..convert.unfinished import Unfinished
 from ..convert.writing import DiskError, disk_errors, require_free, whole_folder
 from ..model import KvfoldError
@@ -64,8 +65,8 @@ def prepare(text: str, out: str, options: PrepareOptions, track: Track = silent)
     Raises KvfoldError for bad input or a full disk.
     """
     source, target = TextSource(text, CALIBRATE), Path(out).expanduser()
-    if text == "self":
-        raise KvfoldError("text 'self' is written by a model, and here is none yet: give another text")
+    if text in WRITTEN:
+        raise KvfoldError(f"text {text!r} is written by a model, and here is none yet: give another text")
     require_free(target, options.overwrite, Path(text).expanduser())
     settings = asdict(options) | {"text": text}
     for name in ("overwrite", "resume", "access", "workers"):

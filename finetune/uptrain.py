@@ -13,16 +13,17 @@ import torch
 from transformers import AutoConfig
 
 from ..analysis.loading import DTYPES, Checkpoint, load, locate, quiet
+from ..analysis.mixture import WeightedText, named_texts
 from ..analysis.progress import Track, silent
 from ..analysis.text import EVALUATE, TextSource
-from ..convert.recipe import Recipe, describe_source
+from ..analysis.written import Writer
+from ..convert.recipe import Recipe, describe_source, identity
 from ..convert.writing import copy_beside, require_free, whole_folder
 from ..model import KvfoldError, is_folded
-from .data import Packed, Packing, WeightedText, packed_texts
+from .data import Packed, Packing, packed_texts
 from .distillation import teach
 from .options import TOKENS, UptrainOptions
 from .pretrained import Pretrained, is_pretrained
-from .self_text import written_documents
 from .session import Session, is_sharded, session
 from .teacher import load_teacher, shard_teacher
 from .trainable import choose, share_frozen, trained_parameters
@@ -50,7 +51,7 @@ def uptrain(
     """
     target = Path(out).expanduser()
     require_free(target, options.overwrite, Path(path).expanduser())
-    texts = [WeightedText.parse(each) for each in options.texts]
+    texts = named_texts(options.texts)
     evaluate = None if options.evaluate is None else TextSource(options.evaluate, EVALUATE)
     location = locate(path, options.access)
     if location.gguf or not is_folded(AutoConfig.from_pretrained(location.folder)):
@@ -165,16 +166,15 @@ class _Run:
             options.seed,
         )
         with self.track("packing text", 1) as advance:
-            packed = packed_texts(self.texts, self.evaluate, self.student.tokenizer, packing, self._write)
+            packed = packed_texts(self.texts, self.evaluate, self.student.tokenizer, packing, self._writer())
             advance(1)
         return packed
 
-    def _write(self, tokens: int) -> list[list[int]]:
-        """Text ``self``: what the source writes."""
-        writer = self.teacher or self.student
-        described = describe_source(writer.path, writer.folder, writer.config)
-        identity = (described.get("sha256") or described["revision"])[:32]
-        return written_documents(writer.model, writer.tokenizer, identity, tokens, self.options.seed, self.track)
+    def _writer(self) -> Writer:
+        """Who writes text ``self`` and ``chat``: the source."""
+        source = self.teacher or self.student
+        described = describe_source(source.path, source.folder, source.config)
+        return Writer(lambda: source.model, source.tokenizer, self.options.seed, identity(described), self.track)
 
     def write(self, trainer: FoldedTrainer, target: Path, seconds: float) -> Uptraining | None:
         """Merge and write the result; None in all processes but the first."""

@@ -11,10 +11,17 @@ from helpers import llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-import kvfold  # noqa: F401
+from kvfold.analysis import written
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def written_text(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What models write themselves is kept for this session only."""
+    folder = tmp_path_factory.mktemp("written")
+    written.cache_folder = lambda: folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,7 +77,9 @@ def folded(tmp_path_factory: pytest.TempPathFactory, source: Path, text_file: Pa
     from kvfold.convert.options import ConvertOptions
 
     out = tmp_path_factory.mktemp("models") / "folded"
-    convert(str(source), str(out), ConvertOptions(calibrate=str(text_file), calibrate_tokens=2048, calibrate_window=64))
+    convert(
+        str(source), str(out), ConvertOptions(calibrate=(str(text_file),), calibrate_tokens=2048, calibrate_window=64)
+    )
     return out
 
 

@@ -113,7 +113,7 @@ def main() -> None:
     print(f"source: perplexity {before[0]:.3f}, in bfloat16 {before[1]:.3f}")
     print("\n| conversion | cache fraction | ratio | ratio in bfloat16 |\n| --- | --- | --- | --- |")
     for run in RUNS:
-        options = ConvertOptions(calibrate=str(known), calibrate_tokens=12288, overwrite=True, **run)
+        options = ConvertOptions(calibrate=(str(known),), calibrate_tokens=12288, overwrite=True, **run)
         recipe = convert(str(source), str(work / "folded"), options).recipe
         after = perplexities(work / "folded")
         told = " ".join(f"{name}={value}" for name, value in run.items() if name != "cache_fraction") or "(default)"

@@ -76,7 +76,7 @@ def perplexity(path: str, text: str, window: int, count: int, rounded: str) -> f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source")
-    parser.add_argument("--calibrate", default="docs")
+    parser.add_argument("--calibrate", nargs="+", default=["docs"])
     parser.add_argument("--calibrate-tokens", type=int, default=12288)
     parser.add_argument("--evaluate", default="docs")
     parser.add_argument("--also", nargs="*", default=[])
@@ -102,7 +102,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for run in (each for only in arguments.only for each in RUNS[only]):
             options = ConvertOptions(
-                calibrate=arguments.calibrate, calibrate_tokens=arguments.calibrate_tokens, overwrite=True, **run
+                calibrate=tuple(arguments.calibrate), calibrate_tokens=arguments.calibrate_tokens, overwrite=True, **run
             )
             recipe = convert(arguments.source, f"{folder}/folded", options).recipe
             found = [perplexity(f"{folder}/folded", *measure) for measure in measures]

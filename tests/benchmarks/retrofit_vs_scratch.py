@@ -71,7 +71,7 @@ def main() -> None:
                 pretrain(str(path), replace(options, variant=variant))
         made: list[tuple[str, Path]] = [("qkv, from scratch", qkv), ("q-k=v, from scratch", scratch)]
         if not folded.is_dir():
-            calibration: dict[str, Any] = {"calibrate": arguments.text, "calibrate_window": size.sequence}
+            calibration: dict[str, Any] = {"calibrate": (arguments.text,), "calibrate_window": size.sequence}
             convert(str(qkv), str(folded), ConvertOptions(span="head", **calibration))
         made.append(("converted", folded))
         for share in SHARES:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 from kvfold.analysis.divergence import divergences
 from kvfold.analysis.rotation import QueryMoments
-from kvfold.analysis.text import write_text
+from kvfold.analysis.written import write_text
 from kvfold.convert.conversion import convert
 from kvfold.convert.native import native_model
 from kvfold.convert.options import ConvertOptions
@@ -34,7 +34,7 @@ def run(tmp_path: Path, text_file: Path, tokenizer: PreTrainedTokenizerFast) -> 
             source = tmp_path / "source"
             model.save_pretrained(source)
             tokenizer.save_pretrained(source)
-        options = {"calibrate": str(text_file), "calibrate_tokens": 2048, "calibrate_window": 64, "overwrite": True}
+        options = {"calibrate": (str(text_file),), "calibrate_tokens": 2048, "calibrate_window": 64, "overwrite": True}
         result = convert(str(source), str(tmp_path / "out"), ConvertOptions(**(options | changes)))
         return AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), result.recipe
 
@@ -170,10 +170,10 @@ def test_cost_falls_with_width_and_alignment_beats_the_mean(stories: Path, run: 
     from transformers import AutoTokenizer
 
     source = AutoModelForCausalLM.from_pretrained(stories)
-    rows = write_text(source, AutoTokenizer.from_pretrained(stories), 1024, seed=1, length=128).view(8, 128)
+    rows = write_text(source, AutoTokenizer.from_pretrained(stories), seed=1, length=128, documents=8)
 
     def divergence(**changes: Any) -> float:
-        model, _ = run(stories, calibrate="self", calibrate_tokens=4096, calibrate_window=128, **changes)
+        model, _ = run(stories, calibrate=("self",), calibrate_tokens=4096, calibrate_window=128, **changes)
         expected, found = (torch.stack([each(row[None]).logits for row in rows]) for each in (source, model))
         return divergences(expected, [found])[0]
 

@@ -13,7 +13,7 @@ from helpers import llama, mistral, relative
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.analysis.divergence import divergences
-from kvfold.analysis.text import write_text
+from kvfold.analysis.written import write_text
 from kvfold.convert.conversion import convert
 from kvfold.convert.methods import METHODS
 from kvfold.convert.options import ConvertOptions, cache_dtype, rounding_noise
@@ -25,7 +25,7 @@ def run(tmp_path: Path, source: Path, text_file: Path) -> Any:
     """Convert the source with changed options; returns the folded model and its recipe."""
 
     def convert_it(path: Path = source, **changes: Any) -> tuple[Any, Any]:
-        options = {"calibrate": str(text_file), "calibrate_tokens": 2048, "calibrate_window": 64, "overwrite": True}
+        options = {"calibrate": (str(text_file),), "calibrate_tokens": 2048, "calibrate_window": 64, "overwrite": True}
         result = convert(str(path), str(tmp_path / "out"), ConvertOptions(**(options | changes)))
         return AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), result.recipe
 
@@ -45,6 +45,15 @@ def divergence(source: Path, model: Any, rows: torch.Tensor) -> float:
     models = (AutoModelForCausalLM.from_pretrained(source).eval(), model)
     expected, found = (torch.stack([each(row[None]).logits for row in rows]) for each in models)
     return divergences(expected, [found])[0]
+
+
+def test_several_texts(run: Any, text_file: Path) -> None:
+    _, mixed = run(calibrate=(f"{text_file}:3", "self"))
+    assert mixed.calibration["texts"] == [f"{text_file}:3", "self"]
+    assert mixed.calibration["tokens"] + mixed.calibration["held_out_tokens"] == 2048
+    _, again = run(calibrate=(f"{text_file}:3", "self"))
+    _, alone = run()
+    assert mixed.balance_search == again.balance_search != alone.balance_search
 
 
 @pytest.mark.parametrize("name", ["svd", "calibrated"])
@@ -102,9 +111,9 @@ def test_more_cache_is_closer_and_data_helps(run: Any, source: Path, rows: torch
 def test_methods_on_a_pretrained_model(stories: Path, run: Any) -> None:
     """On real weights and the model's own text, data helps and the baselines destroy the model."""
     source = AutoModelForCausalLM.from_pretrained(stories)
-    rows = write_text(source, AutoTokenizer.from_pretrained(stories), 1024, seed=1, length=128).view(8, 128)
+    rows = write_text(source, AutoTokenizer.from_pretrained(stories), seed=1, length=128, documents=8)
     every = {
-        name: divergence(stories, run(stories, method=name, calibrate="self", calibrate_tokens=4096)[0], rows)
+        name: divergence(stories, run(stories, method=name, calibrate=("self",), calibrate_tokens=4096)[0], rows)
         for name in METHODS
     }
     assert every["calibrated"] < 0.1

@@ -23,7 +23,7 @@ from kvfold.model import KvfoldError
 
 @pytest.fixture
 def options(text_file: Path) -> ConvertOptions:
-    return ConvertOptions(calibrate=str(text_file), calibrate_tokens=1024, calibrate_window=64, balance=0.1)
+    return ConvertOptions(calibrate=(str(text_file),), calibrate_tokens=1024, calibrate_window=64, balance=0.1)
 
 
 @pytest.fixture

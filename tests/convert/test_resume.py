@@ -30,7 +30,7 @@ from kvfold.model import KvfoldError, family_of
 
 @pytest.fixture
 def options(text_file: Path) -> ConvertOptions:
-    return ConvertOptions(calibrate=str(text_file), calibrate_tokens=1024, calibrate_window=64)
+    return ConvertOptions(calibrate=(str(text_file),), calibrate_tokens=1024, calibrate_window=64)
 
 
 def weights(folder: Path) -> bytes:

@@ -11,7 +11,6 @@ import pytest
 
 from kvfold.convert.conversion import convert
 from kvfold.convert.options import ConvertOptions
-from kvfold.finetune import self_text
 from kvfold.finetune.options import UptrainOptions
 
 
@@ -19,7 +18,6 @@ from kvfold.finetune.options import UptrainOptions
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of other runs is found, and nothing is left."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr(self_text, "CACHE", tmp_path / "self")
 
 
 @pytest.fixture(scope="session")

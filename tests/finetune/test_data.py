@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import llama
 
+from kvfold.analysis.mixture import WeightedText
 from kvfold.analysis.text import CALIBRATE, EVALUATE, TextSource
-from kvfold.finetune.data import HELD_OUT_MOST, Packing, WeightedText, collate, packed_texts
+from kvfold.analysis.written import Writer
+from kvfold.finetune.data import HELD_OUT_MOST, Packing, collate, packed_texts
 from kvfold.finetune.loss import IGNORED
 from kvfold.model import KvfoldError
 
@@ -44,7 +47,7 @@ def test_documents_are_packed_whole_and_positions_start_anew(tmp_path: Path, tok
 
 
 def test_held_out_is_the_end_and_is_not_trained_on(text_file: Path, tokenizer: Any) -> None:
-    packed = packed_texts([WeightedText.parse(str(text_file))], None, tokenizer, Packing(32, 100), None)
+    packed = packed_texts([WeightedText.parse(str(text_file))], None, tokenizer, Packing(32, 100))
     assert len(packed.train) == 100
     assert len(packed.held_out) == 5
     stream = TextSource(str(text_file)).tokens(tokenizer).tolist()
@@ -106,13 +109,15 @@ def test_batch(tokenizer: Any) -> None:
 def test_what_the_model_writes_itself(tokenizer: Any) -> None:
     asked = []
 
-    def written(tokens: int) -> list[list[int]]:
-        asked.append(tokens)
-        return [[0, *range(2, 40)]] * 30
+    class Known(Writer):
+        def documents(self, kind: str, tokens: int) -> list[list[int]]:
+            asked.append((kind, tokens))
+            return [[0, *range(2, 40)]] * 30
 
-    packed = packed_texts([WeightedText.parse("self")], None, tokenizer, Packing(32, 10), written)
+    packed = packed_texts([WeightedText.parse("chat")], None, tokenizer, Packing(32, 10), Known(llama, tokenizer))
     assert len(packed.train) == 10
-    assert asked[0] >= 11 * 32
+    assert asked[0][0] == "chat"
+    assert asked[0][1] >= 11 * 32
     assert any(0 in row["position_ids"][1:] for row in packed.train)
 
 
@@ -132,4 +137,4 @@ def test_too_short(tmp_path: Path, tokenizer: Any) -> None:
     tokens = len(tokenizer(path.read_text()).input_ids)
     for sequence, told in ((tokens + 1, "shorter than one sequence"), (tokens // 2 + 1, "has one sequence")):
         with pytest.raises(KvfoldError, match=told):
-            packed_texts([WeightedText.parse(str(path))], None, tokenizer, Packing(sequence, 4), None)
+            packed_texts([WeightedText.parse(str(path))], None, tokenizer, Packing(sequence, 4))

@@ -21,6 +21,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from kvfold.analysis import written
 from kvfold.finetune import training
 from kvfold.finetune.options import UptrainOptions, token_count
 from kvfold.finetune.trainable import ADAPTED, folded_layers
@@ -116,7 +117,7 @@ def test_other_losses(folded: Path, tmp_path: Path, options: Any, loss: str) -> 
 def test_text_that_the_source_writes(folded: Path, tmp_path: Path, options: Any) -> None:
     result = uptrain(str(folded), str(tmp_path / "out"), options(texts=("self",)))
     assert result is not None
-    assert list((tmp_path / "self").glob("*/*.safetensors"))
+    assert list((written.cache_folder() / "written").glob("*-self-0/*.safetensors"))
 
 
 def test_goes_on_from_an_adapter_and_adds_a_run(folded: Path, tmp_path: Path, options: Any) -> None:

@@ -66,7 +66,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, text_fil
                 cache_fraction=fraction,
                 span=span,
                 rotary_pairs=rotary_pairs,
-                calibrate=str(text_file),
+                calibrate=(str(text_file),),
                 calibrate_tokens=1024,
                 calibrate_window=64,
                 balance=0.1,

@@ -1,0 +1,70 @@
+"""Several TEXTs together, each with its share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..model import KvfoldError
+from .text import CALIBRATE, TextSource
+from .written import Writer
+
+
+@dataclass(frozen=True)
+class WeightedText:
+    """A TEXT and the share of the tokens that it gives, relative to the others."""
+
+    source: TextSource
+    weight: float = 1.0
+
+    @classmethod
+    def parse(cls, spec: str) -> WeightedText:
+        """Read ``TEXT`` or ``TEXT:WEIGHT``. Raises KvfoldError for either that is not understood."""
+        text, colon, weight = spec.rpartition(":")
+        if colon and re.fullmatch(r"\d+(\.\d*)?|\.\d+", weight):
+            if float(weight) <= 0:
+                raise KvfoldError(f"text {spec!r} has weight {weight}: give a number above 0")
+            return cls(TextSource(text, CALIBRATE), float(weight))
+        return cls(TextSource(spec, CALIBRATE))
+
+
+def named_texts(specs: Sequence[str]) -> list[WeightedText]:
+    """``TEXT`` or ``TEXT:WEIGHT`` each. Raises KvfoldError for none, or one that is not understood."""
+    if not specs:
+        raise KvfoldError("no text is given")
+    return [WeightedText.parse(each) for each in specs]
+
+
+def mixed_tokens(
+    texts: Sequence[WeightedText], tokenizer: Any, count: int, window: int, writer: Writer | None = None
+) -> torch.Tensor:
+    """Token ids ``[n]`` (int64), n ≤ ``count``, of several texts, every window of which has its share of each text.
+
+    Args:
+        texts: with their weights. tokenizer: the model's. count: tokens wanted; so many where the texts have them.
+        window: tokens. writer: of text ``self`` and ``chat``.
+
+    Raises:
+        KvfoldError: for a text that cannot be read, or has not even one window's share.
+    """
+    if len(texts) == 1:
+        return texts[0].source.tokens(tokenizer, count, writer)
+    bounds = [0.0]
+    for text in texts:
+        bounds.append(bounds[-1] + text.weight)
+    ends = [round(window * bound / bounds[-1]) for bound in bounds]
+    blocks = []
+    for text, begin, end in zip(texts, ends, ends[1:], strict=False):
+        share = end - begin
+        if not share:
+            raise KvfoldError(f"text {text.source.spec!r} has too small a weight: no token of a window is its")
+        tokens = text.source.tokens(tokenizer, count // window * share, writer)
+        if len(tokens) < share:
+            raise KvfoldError(f"text {text.source.spec!r} is too short: {len(tokens)} tokens, use {share} or more")
+        blocks.append(tokens[: len(tokens) // share * share].view(-1, share))
+    rows = min(map(len, blocks))
+    return torch.cat([block[:rows] for block in blocks], 1).flatten()
