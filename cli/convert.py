@@ -48,9 +48,7 @@ def convert(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Heads that share well share a window, instead of neighbours.")
     ] = False,
-    calibrate: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT[:WEIGHT]", help=f"{CALIBRATE_HELP} Default: docs.")
-    ] = None,
+    calibrate: Annotated[list[str] | None, typer.Option(metavar="TEXT[:WEIGHT]", help=f"{CALIBRATE_HELP}")] = None,
     calibrate_tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.")] = 16384,
     calibrate_window: Annotated[
         int | None, typer.Option(help="Tokens the model reads in one go. Default: up to 2,048, a sixth of all.")
@@ -111,7 +109,7 @@ def convert(
         key_heads=key_heads,
         grouping=grouping,
         cluster=cluster,
-        calibrate=tuple(calibrate or ["docs"]),
+        calibrate=tuple(calibrate or ()),
         calibrate_tokens=calibrate_tokens,
         calibrate_window=calibrate_window,
         plan=plan,
@@ -136,6 +134,11 @@ def convert(
         f"({recipe.cache_fraction:.3f}) in {recipe.seconds:.0f} s",
         highlight=False,
     )
+    if recipe.calibration:
+        texts = " and ".join(recipe.calibration["texts"])
+        console.print(
+            f"calibrated on {recipe.calibration['tokens']:,} tokens of {texts}", highlight=False, soft_wrap=True
+        )
     if recipe.balance_search:
         divergence = min(recipe.balance_search.values())
         console.print(

@@ -29,7 +29,10 @@ AllowPickle = Annotated[
 
 TEXT_HELP = "TEXT: a .txt, .jsonl or .parquet file, hf:NAME[:CONFIG[:SPLIT]], docs (Python's manual)"
 WRITTEN_HELP = "self (the model writes it) or chat (it writes chats)"
-CALIBRATE_HELP = f"To calibrate on, again for a mixture. {TEXT_HELP}, {WRITTEN_HELP}; of docs the first half."
+CALIBRATE_HELP = (
+    f"To calibrate on, again for a mixture. {TEXT_HELP}, {WRITTEN_HELP}. Default: docs and chat (self without a chat "
+    "template), half of each."
+)
 
 # Of several commands that train or prepare training:
 CheckpointActivations = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..analysis.hub import quiet
 from ..analysis.loading import DTYPES, Location, locate
-from ..analysis.mixture import named_texts
 from ..analysis.progress import Track, silent
 from ..model import Family, FoldedLayout, KvfoldError
 from ..model.family import FORMAT
@@ -22,12 +21,14 @@ from .methods import method
 from .options import ConvertOptions, check_options
 from .plan import Plan
 from .planning import PlanOptions, plan_source
-from .reading import calibration_tokens, staged
+from .reading import calibration_tokens, staged, with_texts
 from .recipe import Recipe, describe_source
 from .shards import Tensor, shard_bytes, write_shards
 from .source import LazySource, Stored, finite
 from .work import Work
 from .writing import DiskError, copy_beside, disk_errors, require_free, require_room, whole_folder
+
+TEXTS = "texts"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
     """
     chosen = method(options.method)
     check_options(chosen, options)
-    texts = named_texts(options.calibrate) if chosen.needs_text else None
     target = Path(out).expanduser()
     require_free(target, options.overwrite, Path(path).expanduser())
     started = time.monotonic()
@@ -58,8 +58,11 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
             require_room(target, _room(source, options))
             described = describe_source(path, location.folder, source.config)
             tokens = None
-            if texts is not None:
-                tokens = calibration_tokens(texts, location, source, described, options, track)
+            if chosen.needs_text:
+                known = tuple(work.recall(TEXTS) or options.calibrate)
+                options = with_texts(replace(options, calibrate=known), source)
+                work.remember(TEXTS, options.calibrate)
+                tokens = calibration_tokens(location, source, described, options, track)
             plan = _plan(path, source, described, tokens, options, work, track)
             folding = Folding(source, chosen, options, work, track, plan)
             if tokens is None:

@@ -78,6 +78,7 @@ def run_demo(out: Path, options: DemoOptions, track: Track = silent) -> DemoResu
         folded = out / f"folded-{fraction}"
         settings = ConvertOptions(
             cache_fraction=fraction,
+            calibrate=("docs",),
             calibrate_tokens=options.calibrate_tokens,
             calibrate_window=options.window,
             overwrite=True,

@@ -11,6 +11,7 @@ import torch
 
 from ..analysis.hub import DEFAULT_ACCESS, Access
 from ..analysis.loading import DTYPES, named_dtype
+from ..analysis.mixture import named_texts
 from ..analysis.moments import windows
 from ..model import AttentionTraits, KvfoldError
 from ..model.layout import SPANS
@@ -37,8 +38,9 @@ class ConvertOptions:
         grouping: how heads share a window, one of ``GROUPINGS``. cluster: those that lose least by it share one, not
             neighbours.
         plan: file with each layer's width (see ``plan``), instead of F or R. auto_plan: make one first.
-        calibrate: ``TEXT`` or ``TEXT:WEIGHT`` each. calibrate_tokens: how many of all. calibrate_window: tokens
-            in one go; None: as many as leave some windows to average over, up to ``LONGEST_WINDOW``.
+        calibrate: ``TEXT`` or ``TEXT:WEIGHT`` each; none: see ``with_texts``. calibrate_tokens: how many in all.
+        calibrate_window: tokens in one go; None: as many as leave some windows to average over, up to
+            ``LONGEST_WINDOW``.
         refine: minutes in which layers may be refined (see ``refine``); 0: not at all.
         balance: λ; None: found by KL from the source on held-out windows of the text.
         cache_dtype: the coarsest dtype that the cache will have; the value map is made to stand its rounding. ``auto``:
@@ -59,7 +61,7 @@ class ConvertOptions:
     cluster: bool = False
     plan: str | None = None
     auto_plan: bool = False
-    calibrate: tuple[str, ...] = ("docs",)
+    calibrate: tuple[str, ...] = ()
     calibrate_tokens: int = 16384
     calibrate_window: int | None = None
     refine: float = 0.0
@@ -100,6 +102,8 @@ def check_options(chosen: Method, options: ConvertOptions) -> None:
         raise KvfoldError(f"{options.refine} minutes to refine are out of range: use 0 or more")
     if options.refine and not chosen.needs_text:
         raise KvfoldError(f"method {chosen.name!r} reads no text, which refining needs: use method 'calibrated'")
+    if options.calibrate:
+        named_texts(options.calibrate)
     if options.dtype != "auto":
         named_dtype(options.dtype)
     if options.cache_dtype not in ("auto", *DTYPES):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..analysis.loading import locate
-from ..analysis.mixture import named_texts
 from ..analysis.progress import Track, silent
 from ..model import AttentionTraits, KvfoldError
 from .allocation import CostPoint, allocate, interpolate
@@ -18,7 +17,7 @@ from .calibrated import CALIBRATED
 from .costs import measure_costs
 from .options import ConvertOptions, calibration_rows, check_heads, check_options, least_width
 from .plan import LayerPlan, Plan
-from .reading import calibration_tokens, staged
+from .reading import calibration_tokens, staged, with_texts
 from .recipe import describe_source
 from .source import LazySource
 
@@ -47,13 +46,13 @@ def make_plan(path: str, options: PlanOptions, track: Track = silent) -> Plan:
     """Plan MODEL at ``path``. Raises KvfoldError for bad input, and for a budget that cannot be reached."""
     conversion = options.conversion
     check_options(CALIBRATED, conversion)
-    texts = named_texts(conversion.calibrate)
     location = locate(path, conversion.access)
     with tempfile.TemporaryDirectory() as folder:
         source = LazySource(staged(location, Path(folder) / "source", access=conversion.access), conversion.device)
         described = describe_source(path, location.folder, source.config)
-        tokens = calibration_tokens(texts, location, source, described, conversion, track)
-        return plan_source(source, described, tokens, options, track)
+        conversion = with_texts(conversion, source)
+        tokens = calibration_tokens(location, source, described, conversion, track)
+        return plan_source(source, described, tokens, replace(options, conversion=conversion), track)
 
 
 def plan_source(

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ..analysis.hub import DEFAULT_ACCESS, Access, quiet
 from ..analysis.loading import Location, load, load_tokenizer, locate
-from ..analysis.mixture import WeightedText, mixed_tokens
+from ..analysis.mixture import mixed_tokens, named_texts
 from ..analysis.progress import Track
 from ..analysis.written import Writer
 from .options import ConvertOptions, calibration_window
 from .recipe import identity
 from .source import LazySource
 from .writing import copy_beside, whole_folder
+
+MEMORY_SHARE = 0.7  # of the free memory that the weights may take
 
 
 def staged(location: Location, folder: Path, dtype: str = "auto", access: Access = DEFAULT_ACCESS) -> Location:
@@ -36,15 +39,34 @@ def staged(location: Location, folder: Path, dtype: str = "auto", access: Access
     return locate(str(folder))
 
 
+def with_texts(options: ConvertOptions, source: LazySource) -> ConvertOptions:
+    """The options with texts to calibrate on.
+
+    Where none is named these are ``docs`` and, as Python's manual alone is too narrow, what the model writes itself:
+    ``chat`` if it has a chat template, else ``self``. For that the model must be whole in memory; where it does not
+    fit, ``docs`` is what remains.
+    """
+    if options.calibrate:
+        return options
+    if sum(each.bytes for each in source.tensors) > MEMORY_SHARE * _free_memory(source.device):
+        return replace(options, calibrate=("docs",))
+    template = getattr(load_tokenizer(source.location), "chat_template", None)
+    return replace(options, calibrate=("docs", "chat" if template else "self"))
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
 def calibration_tokens(
-    texts: Sequence[WeightedText], location: Location, source: LazySource, described: dict[str, Any],
-    options: ConvertOptions, track: Track,
-) -> torch.Tensor:  # fmt: skip
-    """Token ids ``[n]`` of the texts. Only to write them itself (``self``, ``chat``) the whole model is loaded.
+    location: Location, source: LazySource, described: dict[str, Any], options: ConvertOptions, track: Track
+) -> torch.Tensor:
+    """Token ids ``[n]`` to calibrate on. Only to write text itself (``self``, ``chat``) the whole model is loaded.
 
     Args:
-        texts: to calibrate on. location, source: the model. described: it, as in ``kvfold.json``.
-        options: how many tokens, in which windows, with which seed. track: shows how writing goes on.
+        location, source: the model. described: it, as in ``kvfold.json``. options: which texts, how many tokens, in
+            which windows, with which seed. track: shows how writing goes on.
     """
     tokenizer = load_tokenizer(source.location)
 
@@ -53,4 +75,4 @@ def calibration_tokens(
 
     writer = Writer(model, tokenizer, options.seed, identity(described), track)
     window = calibration_window(options, source.config)
-    return mixed_tokens(texts, tokenizer, options.calibrate_tokens, window, writer)
+    return mixed_tokens(named_texts(options.calibrate), tokenizer, options.calibrate_tokens, window, writer)

@@ -4,7 +4,7 @@
 
 For each seed: qkv and Q-K=V are trained from scratch with all of the tokens, on the same data in the same order; qkv is
 converted to Q-K=V (calibrated on the same text) and uptrained with 5 % and with 10 % of the tokens. All are measured on
-the shards' validation part. What is in WORK already is not done again.
+the shards' validation part. What is in WORK already is not done again; it may be the folder of a kvfold study.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     paths: list[str] = []
     for seed in range(arguments.seeds):
         options = PretrainOptions(size, text=str(shards), tokens=tokens, seed=seed, resume=True)
-        qkv, scratch, folded = (work / f"{name}-{seed}" for name in ("qkv", "scratch", "folded"))
+        qkv, scratch, folded = (work / f"{name}-{seed}" for name in ("qkv", "q-k=v", "folded"))
         for path, variant in ((qkv, "qkv"), (scratch, "q-k=v")):
             if not path.is_dir():
                 pretrain(str(path), replace(options, variant=variant))
