@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -98,14 +99,23 @@ def size_named(name: str) -> Size:
         text = path.read_text(encoding="utf-8")
     try:
         entries: Any = yaml.safe_load(text)
-        if isinstance(entries, dict) and isinstance(entries.get("tokens"), str):
-            entries["tokens"] = token_count(entries["tokens"])
+        if isinstance(entries, dict):
+            entries = {name: _read(name, value) for name, value in entries.items()}
         return Size(**entries)
     except KvfoldError as error:
         raise KvfoldError(f"size {name}: {error}") from error
     except (yaml.YAMLError, TypeError) as error:
         known = ", ".join(field.name for field in fields(Size))
         raise KvfoldError(f"size {name} cannot be read: {one_line(error)} (its entries: {known})") from error
+
+
+def _read(name: str, value: Any) -> Any:
+    """An entry of a YAML file, in which 2M and 1e-3 are strings."""
+    if name == "tokens" and isinstance(value, str):
+        return token_count(value)
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?[eE][+-]?\d+", value):
+        return float(value)
+    return value
 
 
 def model_config(size: Size, variant: Variant, key_value_heads: int, vocabulary: int | None = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from helpers import llama, mistral, relative
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.analysis.divergence import divergences
-from kvfold.analysis.written import write_text
+from kvfold.analysis.written import WRITTEN, write_text
+from kvfold.convert import reading
 from kvfold.convert.conversion import convert
 from kvfold.convert.methods import METHODS
 from kvfold.convert.options import ConvertOptions, cache_dtype, rounding_noise
@@ -54,6 +56,24 @@ def test_several_texts(run: Any, text_file: Path) -> None:
     _, again = run(calibrate=(f"{text_file}:3", "self"))
     _, alone = run()
     assert mixed.balance_search == again.balance_search != alone.balance_search
+
+
+def test_text_by_default(run: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def few(kind: str) -> Any:
+        return lambda model, tokenizer, seed: asked.append(kind) or [[seed % 300, *range(2, 300)]]
+
+    for kind in ("self", "chat"):
+        monkeypatch.setitem(WRITTEN, kind, few(kind))
+    assert run(calibrate=())[1].calibration["texts"] == ["docs", "self"]
+    chatty = tmp_path / "chatty"
+    shutil.copytree(source, chatty)
+    (chatty / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert run(chatty, calibrate=())[1].calibration["texts"] == ["docs", "chat"]
+    assert "chat" in asked
+    monkeypatch.setattr(reading, "_free_memory", lambda device: 1000)
+    assert run(chatty, calibrate=())[1].calibration["texts"] == ["docs"]
 
 
 @pytest.mark.parametrize("name", ["svd", "calibrated"])

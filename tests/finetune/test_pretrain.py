@@ -210,6 +210,8 @@ def test_sizes_and_devices(tmp_path: Path) -> None:
     own = tmp_path / "mine.yaml"
     own.write_text(yaml.safe_dump(TINY | {"tokens": "2M"}))
     assert size_named(str(own)).tokens == 2_000_000
+    own.write_text(own.read_text() + "learning_rate: 1e-3\n")  # a string in YAML 1.1
+    assert size_named(str(own)).learning_rate == 1e-3
     for changes, says in (
         ({"heads": 5}, "width 32 does not divide over 5 heads"),
         ({"sequence": 100}, "longer than the 64 positions"),
