@@ -213,7 +213,7 @@ class _Run:
             model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
             record.write(folder)
-            write_course(folder, log)
+            write_course(folder, log, self.folder)
         return Pretraining(target, record, log)
 
     def _record(self, trainer: FoldedTrainer, seconds: float) -> Pretrained:

@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from .utilisation import matmul_rate
 EVALUATIONS = 10  # in a run, where not said otherwise
 REPORTS = ("none", "tensorboard", "wandb")
 LOG, CURVE = "train_log.jsonl", "training.png"
+EVENTS = "runs"  # where Trainer puts what tensorboard is given
 LEARNED_POSITIONS = "wpe"  # GPT-2's name for the embeddings of positions
 STATE = "trainer_state.json"  # what Trainer writes last into a checkpoint
 
@@ -309,8 +311,13 @@ class _Watcher(TrainerCallback):
         )
 
 
-def write_course(folder: Path, history: list[dict[str, Any]]) -> None:
-    """Write the course of a training: ``train_log.jsonl`` and its picture, ``training.png``."""
+def write_course(folder: Path, history: list[dict[str, Any]], unfinished: Path) -> None:
+    """Write the course of a training: ``train_log.jsonl`` and its picture, ``training.png``.
+
+    What tensorboard was given comes along from the folder of the unfinished run, where Trainer puts it.
+    """
+    if (unfinished / EVENTS).is_dir():
+        shutil.copytree(unfinished / EVENTS, folder / EVENTS)
     write_log(folder, history)
     figure = training_curve(history)
     figure.savefig(folder / CURVE, dpi=120)

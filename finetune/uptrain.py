@@ -194,7 +194,7 @@ class _Run:
             if (plan := self.student.folder / "plan.yaml").is_file():
                 shutil.copyfile(plan, folder / plan.name)
             recipe.write(folder)
-            write_course(folder, log)
+            write_course(folder, log, self.folder)
         return Uptraining(target, recipe, log)
 
     def _rebuilt(self, state: dict[str, torch.Tensor]) -> Any:

@@ -25,7 +25,7 @@ from kvfold.analysis import written
 from kvfold.finetune import training
 from kvfold.finetune.options import UptrainOptions, token_count
 from kvfold.finetune.trainable import ADAPTED, folded_layers
-from kvfold.finetune.training import Moment, last_checkpoint
+from kvfold.finetune.training import Moment, last_checkpoint, write_course
 from kvfold.finetune.uptrain import uptrain
 from kvfold.model import KvfoldError
 
@@ -346,3 +346,12 @@ def test_numbers_of_tokens() -> None:
 def test_default_is_lora_on_all_maps(folded: Path) -> None:
     assert UptrainOptions().train == "lora"
     assert len(list(folded_layers(AutoModelForCausalLM.from_pretrained(folded)))) == 3
+
+
+def test_what_tensorboard_was_given_comes_along(tmp_path: Path) -> None:
+    (tmp_path / "unfinished" / "runs" / "today").mkdir(parents=True)
+    (tmp_path / "unfinished" / "runs" / "today" / "events").write_text("event")
+    (tmp_path / "out").mkdir()
+    write_course(tmp_path / "out", [{"loss": 1.0, "step": 1}, {"eval_loss": 1.0, "step": 1}], tmp_path / "unfinished")
+    assert (tmp_path / "out" / "runs" / "today" / "events").read_text() == "event"
+    assert len((tmp_path / "out" / "train_log.jsonl").read_text().splitlines()) == 2
