@@ -352,6 +352,7 @@ def test_what_tensorboard_was_given_comes_along(tmp_path: Path) -> None:
     (tmp_path / "unfinished" / "runs" / "today").mkdir(parents=True)
     (tmp_path / "unfinished" / "runs" / "today" / "events").write_text("event")
     (tmp_path / "out").mkdir()
-    write_course(tmp_path / "out", [{"loss": 1.0, "step": 1}, {"eval_loss": 1.0, "step": 1}], tmp_path / "unfinished")
+    history = [{"loss": 1.0, "tokens": 8}, {"eval_loss": 1.0, "perplexity": 2.0, "tokens": 8}]
+    write_course(tmp_path / "out", history, tmp_path / "unfinished")
     assert (tmp_path / "out" / "runs" / "today" / "events").read_text() == "event"
     assert len((tmp_path / "out" / "train_log.jsonl").read_text().splitlines()) == 2
