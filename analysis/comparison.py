@@ -28,12 +28,13 @@ class Made:
 
     Attributes:
         kind: ``source``, ``converted``, ``uptrained`` or ``scratch``. how: in a few words.
-        tokens: trained on, from scratch and uptraining together. flops: of that training, counted (None: not known).
+        tokens: trained on, from scratch and uptraining together. flops: of that training, counted. Both are None where they
+            are not known, as of a source.
     """
 
     kind: str
     how: str
-    tokens: int
+    tokens: int | None
     flops: float | None
 
 
@@ -64,7 +65,7 @@ def made(folder: Path, parameters: int) -> Made:
     try:
         recipe: dict[str, Any] = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return Made("source", "", 0, None)
+        return Made("source", "", None, None)
     runs = recipe.get("uptraining") or []
     tokens = sum(run["tokens_trained"] for run in runs)
     flops = float(sum(run["tokens_trained"] * parameters * (8 if run.get("teacher") else 6) for run in runs))
@@ -135,7 +136,7 @@ def making_rows(models: list[Compared]) -> list[list[str]]:
             each.evaluation.path,
             each.made.kind,
             f"{each.evaluation.parameters:,}",
-            f"{each.made.tokens:,}",
+            "" if each.made.tokens is None else f"{each.made.tokens:,}",
             "" if each.made.flops is None else f"{each.made.flops:.3g}",
         ]
         for each in models

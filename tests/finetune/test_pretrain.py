@@ -150,6 +150,7 @@ def test_scratch_models_are_converted_uptrained_and_compared(
     assert found[1].serving.sequences > 1.9 * found[0].serving.sequences
     other = compare([paths["qkv"], str(source)], str(text_file), 32, 4, 64, machine)[1]
     assert other.made.kind == "source"
+    assert other.made.tokens is None
     assert other.ratio is None  # its tokens are others
     write_comparison(tmp_path / "page.html", found, "text", 32, 4, 64, machine)
     page = (tmp_path / "page.html").read_text()
