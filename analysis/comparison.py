@@ -28,8 +28,8 @@ class Made:
 
     Attributes:
         kind: ``source``, ``converted``, ``uptrained`` or ``scratch``. how: in a few words.
-        tokens: trained on, from scratch and uptraining together. flops: of that training, counted. Both are None where they
-            are not known, as of a source.
+        tokens: trained on, from scratch and uptraining together. flops: of that training, counted. Both are None where
+            they are not known, as of a source.
     """
 
     kind: str

@@ -86,11 +86,7 @@ class TextSource:
         if self.spec == "docs":
             yield from python_manual(self.purpose)
         elif self._is_txt:
-            text = _read_txt(Path(self.spec).expanduser(), characters)
-            while text:
-                end = text.find("\n", TXT_PIECE) + 1 or len(text)
-                yield text[:end]
-                text = text[end:]
+            yield from _txt_pieces(Path(self.spec).expanduser(), characters)
         else:
             yield from self._rows()
 
@@ -103,7 +99,8 @@ class TextSource:
         if self.spec == "docs":
             yield BETWEEN_DOCUMENTS.join(python_manual(self.purpose))
         elif self._is_txt:
-            yield _read_txt(Path(self.spec).expanduser(), None if count is None else CHARACTERS_A_TOKEN * count)
+            characters = None if count is None else CHARACTERS_A_TOKEN * count
+            yield "".join(_txt_pieces(Path(self.spec).expanduser(), characters))
         else:
             enough = 1 << 20 if count is None else min(1 << 20, 4 * count)
             held: list[str] = []
@@ -152,19 +149,35 @@ def python_manual(purpose: str) -> list[str]:
     return texts[:middle] if purpose == CALIBRATE else texts[middle:]
 
 
-def _read_txt(path: Path, characters: int | None) -> str:
+def _txt_pieces(path: Path, characters: int | None) -> Iterator[str]:
+    """A text file, or so many characters of it, in pieces of about ``TXT_PIECE`` that end where a line ends."""
+    read, filled = 0, False
     try:
+        most = path.stat().st_size if characters is None else min(characters, path.stat().st_size)
         with path.open(encoding="utf-8") as file:
-            text = file.read() if characters is None else file.read(min(characters, path.stat().st_size))
+            while piece := file.read(min(TXT_PIECE, most - read)):
+                piece += file.readline(most - read - len(piece))
+                if "\0" in piece:
+                    raise KvfoldError(f"text file {path} is binary: it has zero bytes")
+                read, filled = read + len(piece), filled or not piece.isspace()
+                yield piece
     except UnicodeDecodeError as error:
-        raise KvfoldError(f"text file {path} is not UTF-8 text (byte {error.start} cannot be read)") from error
+        raise KvfoldError(f"text file {path} is not UTF-8 text ({_undecodable(path)} cannot be read)") from error
     except OSError as error:
         raise KvfoldError(f"text file {path} cannot be read: {error.strerror}") from error
-    if "\0" in text:
-        raise KvfoldError(f"text file {path} is binary: it has zero bytes")
-    if not text.strip():
+    if not filled:
         raise KvfoldError(f"text file {path} is empty")
-    return text
+
+
+def _undecodable(path: Path) -> str:
+    """The first place that is not UTF-8, for a message."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return f"line {number}, byte {error.start + 1}"
+    return "a part"
 
 
 def _text_of(row: dict, spec: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from helpers import llama, with_layouts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvfold.analysis import text as text_module
 from kvfold.analysis.energy import weigh
 from kvfold.analysis.moments import collect_moments
 from kvfold.analysis.perplexity import cache_bytes_per_token, evaluate
@@ -183,3 +184,17 @@ def test_analyze_writes_tables_and_plots(
     data = json.loads((tmp_path / "analysis.json").read_text())
     assert len(rows) == 6
     assert np.isclose(float(rows[3]["cosine"]), data["layers"][1]["heads"][1]["cosine"])
+
+
+def test_large_text_files_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_module, "TXT_PIECE", 100)
+    lines = [f"Line {number} of é {'x' * (number % 70)}\n" for number in range(40)]
+    path = tmp_path / "large.txt"
+    path.write_text("".join(lines) + "the end", encoding="utf-8")
+    pieces = list(TextSource(str(path)).documents())
+    assert "".join(pieces) == path.read_text(encoding="utf-8")
+    assert all(piece.endswith("\n") and len(piece) >= 100 for piece in pieces[:-1])
+    assert len("".join(TextSource(str(path)).documents(250))) == 250
+    path.write_bytes("".join(lines).encode() + b"caf\xe9\n")
+    with pytest.raises(KvfoldError, match="line 41, byte 4 cannot be read"):
+        list(TextSource(str(path)).documents())
