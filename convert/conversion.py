@@ -62,7 +62,7 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
                 known = tuple(work.recall(TEXTS) or options.calibrate)
                 options = with_texts(replace(options, calibrate=known), source)
                 work.remember(TEXTS, options.calibrate)
-                tokens = calibration_tokens(location, source, described, options, track)
+                tokens = calibration_tokens(source, described, options, track)
             plan = _plan(path, source, described, tokens, options, work, track)
             folding = Folding(source, chosen, options, work, track, plan)
             if tokens is None:

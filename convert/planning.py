@@ -51,7 +51,7 @@ def make_plan(path: str, options: PlanOptions, track: Track = silent) -> Plan:
         source = LazySource(staged(location, Path(folder) / "source", access=conversion.access), conversion.device)
         described = describe_source(path, location.folder, source.config)
         conversion = with_texts(conversion, source)
-        tokens = calibration_tokens(location, source, described, conversion, track)
+        tokens = calibration_tokens(source, described, conversion, track)
         return plan_source(source, described, tokens, replace(options, conversion=conversion), track)
 
 

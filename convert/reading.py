@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ..analysis.progress import Track
 from ..analysis.written import Writer
 from .options import ConvertOptions, calibration_window
 from .recipe import identity
-from .source import LazySource
+from .source import LazySource, Stored
 from .writing import copy_beside, whole_folder
 
 MEMORY_SHARE = 0.7  # of the free memory that the weights may take
@@ -48,10 +49,16 @@ def with_texts(options: ConvertOptions, source: LazySource) -> ConvertOptions:
     """
     if options.calibrate:
         return options
-    if sum(each.bytes for each in source.tensors) > MEMORY_SHARE * _free_memory(source.device):
+    if not _fits(source.tensors, source.device):
         return replace(options, calibrate=("docs",))
     template = getattr(load_tokenizer(source.location), "chat_template", None)
     return replace(options, calibrate=("docs", "chat" if template else "self"))
+
+
+def _fits(tensors: Sequence[Stored], device: torch.device, itemsize: int = 0) -> bool:
+    """Whether a whole model is no more than its share of the free memory, stored as it is or in a wider dtype."""
+    size = sum(each.bytes // each.dtype.itemsize * max(itemsize, each.dtype.itemsize) for each in tensors)
+    return size <= MEMORY_SHARE * _free_memory(device)
 
 
 def _free_memory(device: torch.device) -> int:
@@ -60,18 +67,20 @@ def _free_memory(device: torch.device) -> int:
 
 
 def calibration_tokens(
-    location: Location, source: LazySource, described: dict[str, Any], options: ConvertOptions, track: Track
+    source: LazySource, described: dict[str, Any], options: ConvertOptions, track: Track
 ) -> torch.Tensor:
     """Token ids ``[n]`` to calibrate on. Only to write text itself (``self``, ``chat``) the whole model is loaded.
 
     Args:
-        location, source: the model. described: it, as in ``kvfold.json``. options: which texts, how many tokens, in
-            which windows, with which seed. track: shows how writing goes on.
+        source: the model. described: it, as in ``kvfold.json``. options: which texts, how many tokens, in which
+            windows, with which seed. track: shows how writing goes on.
     """
     tokenizer = load_tokenizer(source.location)
 
     def model() -> Any:
-        return load(location.path, options.dtype, str(source.device), options.access).model
+        # Few CPUs are fast in 16 bits.
+        wide = source.device.type == "cpu" and _fits(source.tensors, source.device, 4)
+        return load(source.location.path, "float32" if wide else "auto", str(source.device), options.access).model
 
     writer = Writer(model, tokenizer, options.seed, identity(described), track)
     window = calibration_window(options, source.config)
