@@ -73,8 +73,8 @@ def _means_free(problem: LayerProblem) -> bool:
     query, so the softmax drops it, unless a norm or a sink stands in between.
     """
     traits, plan = problem.traits, problem.windows
-    rotated = all(2 * len(pairs) == traits.head_dim for pairs in plan.pairs)
-    return traits.latent_bias and (rotated or not (traits.key_norm or traits.sinks))
+    in_windows = plan.whole or all(2 * len(pairs) == traits.head_dim for pairs in plan.pairs)
+    return traits.latent_bias and (in_windows or not (traits.key_norm or traits.sinks))
 
 
 def _query_factors(

@@ -171,7 +171,7 @@ def whole_keys(problem: LayerProblem, heads: torch.Tensor) -> tuple[torch.Tensor
 
     Returns the latent's maps ``[KV·d, D + 1]`` and the key map that reads the keys' other parts back out of it.
     """
-    rotated = problem.traits.rotary_dim
+    rotated = problem.traits.head_dim if problem.windows.whole else problem.traits.rotary_dim
     front, rest = heads[:, :rotated].flatten(0, 1), heads[:, rotated:].flatten(0, 1)
     key_map = torch.zeros(len(rest), len(front) + len(rest), dtype=heads.dtype)
     key_map[:, len(front) :] = torch.eye(len(rest), dtype=heads.dtype)

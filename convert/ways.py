@@ -12,7 +12,7 @@ from ..analysis.energy import DEFAULT_BALANCE, WeightedLayer
 from ..model import AttentionParts, AttentionTraits
 from .options import ConvertOptions, cache_dtype, full_width, rounding_noise
 from .problem import LayerProblem
-from .windows import Windows, choose_windows, cluster, even_groups, full_windows, own_groups
+from .windows import Windows, choose_windows, cluster, even_groups, full_windows, own_groups, whole_heads
 
 BALANCES = (0.05, 0.1, 0.2, 0.4)  # that are compared; the best one is among them wherever tried
 NARROW_BALANCES = (0.05, 0.1)
@@ -92,7 +92,9 @@ def windows_for(layer: WeightedLayer, width: int, span: str, way: Way, options: 
     """The windows of one layer in a latent of ``width`` columns."""
     traits = layer.traits
     if traits.rotary_dim == 0:
-        return full_windows(traits)
+        # Where it is possible, span head binds the keys, too, to their own head's columns: the study's Q-K=V.
+        bound = span == "head" and width == traits.key_value_heads * traits.head_dim
+        return whole_heads(traits) if bound else full_windows(traits)
     heads = way.key_heads or traits.key_value_heads
     if heads == traits.key_value_heads:
         groups = own_groups(heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,11 +21,13 @@ class Windows:
         pairs: for each window the frequency pairs in it, ascending; a pair that is in none is not rotated.
         groups: for each window the KV heads of the source that read it.
         aligned: heads that share a window are first aligned, pair by pair; else the window is their mean.
+        whole: for a model without RoPE, whose windows have no pairs: a head's window is all of its key nonetheless.
     """
 
     pairs: tuple[tuple[int, ...], ...]
     groups: Groups
     aligned: bool = True
+    whole: bool = False
 
     @property
     def shared(self) -> bool:
@@ -46,6 +48,8 @@ class Windows:
 
     def order(self, head: int, traits: AttentionTraits) -> tuple[list[int], list[int]]:
         """The dimensions of a KV head that are in its window, in that order, and the others."""
+        if self.whole:
+            return list(range(traits.head_dim)), []
         half = traits.rotary_dim // 2
         pairs = self.pairs[self.of_head(head)]
         inside = [*pairs, *(pair + half for pair in pairs)]
@@ -54,6 +58,8 @@ class Windows:
     def layout(self, width: int, span: str, traits: AttentionTraits) -> FoldedLayout:
         """The layout of a latent of ``width`` columns with these windows."""
         heads, group = traits.key_value_heads, traits.query_heads // traits.key_value_heads
+        if self.whole:
+            return FoldedLayout(width, heads, heads, span, key_span="head")
         whole = all(2 * len(pairs) == traits.rotary_dim for pairs in self.pairs)
         pairs = None if whole else self.pairs
         if not self.shared:
@@ -85,6 +91,11 @@ def full_windows(traits: AttentionTraits) -> Windows:
     """Every KV head with a window of its own, in which all pairs stay rotated."""
     heads = traits.key_value_heads
     return Windows((tuple(range(traits.rotary_dim // 2)),) * heads, own_groups(heads))
+
+
+def whole_heads(traits: AttentionTraits) -> Windows:
+    """Every KV head of a model without RoPE with its whole key as its window."""
+    return replace(full_windows(traits), whole=True)
 
 
 def cluster(layer: WeightedLayer, count: int) -> Groups:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import llama, mistral, relative
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from helpers import llama, mistral, randomize, relative
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from kvfold.analysis.divergence import divergences
 from kvfold.analysis.written import WRITTEN, write_text
@@ -224,3 +224,54 @@ def test_saving_again_keeps_everything(folded: Path, tmp_path: Path, ids: torch.
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
     assert torch.equal(model(ids).logits, again(ids).logits)
     assert (tmp_path / "again" / "llama.py").is_file()
+
+
+@pytest.fixture
+def absolute(tmp_path: Path, tokenizer: Any) -> Path:
+    """A random GPT-2, which has no RoPE, with heads whose values are linear maps of their keys, and a tokenizer."""
+    config = GPT2Config(vocab_size=320, n_positions=512, n_embd=48, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    model = randomize(GPT2LMHeadModel(config))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
+            for head in range(4):
+                keys, values = (slice(start + 12 * head, start + 12 * head + 12) for start in (48, 96))
+                turn = torch.linalg.qr(torch.randn(12, 12, generator=generator))[0]
+                weight[:, values], bias[values] = weight[:, keys] @ turn, torch.randn(12, generator=generator)
+    model.save_pretrained(tmp_path / "absolute")
+    tokenizer.save_pretrained(tmp_path / "absolute")
+    return tmp_path / "absolute"
+
+
+@pytest.mark.parametrize("name", ["calibrated", "svd"])
+@torch.no_grad()
+def test_without_rope_span_head_binds_keys_too(run: Any, absolute: Path, ids: torch.Tensor, name: str) -> None:
+    model, recipe = run(absolute, method=name, span="head")
+    assert recipe.layers[0]["key_span"] == "head"
+    assert all("key_map" not in entry for entry in model.state_dict())
+    expected = AutoModelForCausalLM.from_pretrained(absolute).eval()(ids).logits
+    assert relative(model(ids).logits, expected) < 1e-4
+    wider, recipe = run(absolute, method=name, span="head", cache_fraction=0.75)
+    assert "key_span" not in recipe.layers[0]
+    assert relative(wider(ids).logits, expected) < 1e-4
+
+
+@torch.no_grad()
+def test_heads_without_rope_are_folded_best_jointly(
+    run: Any, tmp_path: Path, ids: torch.Tensor, tokenizer: Any
+) -> None:
+    plain = tmp_path / "plain"
+    config = GPT2Config(vocab_size=320, n_positions=512, n_embd=48, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    randomize(GPT2LMHeadModel(config)).save_pretrained(plain)
+    tokenizer.save_pretrained(plain)
+    source = AutoModelForCausalLM.from_pretrained(plain).eval()
+    found = {}
+    for name in ("calibrated", "procrustes", "mean"):
+        model, recipe = run(plain, method=name, span="head")
+        assert recipe.layers[0]["key_span"] == "head"
+        found[name] = divergences([source(ids).logits], [[model(ids).logits]])[0]
+        grown = model.generate(ids[:1, :8], max_new_tokens=6, do_sample=False)
+        assert torch.equal(grown, model.generate(ids[:1, :8], max_new_tokens=6, do_sample=False, use_cache=False))
+    assert found["calibrated"] < 0.7 * found["procrustes"]
+    assert found["calibrated"] < 0.7 * found["mean"]

@@ -90,7 +90,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
 @pytest.mark.slow
 def test_llama_cpp_says_the_same(tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
-    options = ConvertOptions(calibrate_tokens=4096, balance=0.1)
+    options = ConvertOptions(calibrate=("docs",), calibrate_tokens=4096, balance=0.1)
     convert(str(fetch()), str(tmp_path / "folded"), options)
     export(str(tmp_path / "folded"), str(tmp_path / "plain"), ExportOptions())
     write_gguf(tmp_path / "plain", tmp_path / "plain.gguf")
