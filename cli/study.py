@@ -59,23 +59,21 @@ def study(
     names = [name.strip() for name in variants.split(",") if name.strip()]
     with watching_each() as watch:
         rows = run(work, names, seeds, options, track, watch)
-    lines = [
+    table(f"{size} on {text}, {seeds} seeds", ["variant", "parameters", "in attention", "cache bytes/token"], [
+        [row.name, f"{row.parameters:,}", f"{row.attention_parameters:,}", f"{row.cache_bytes_per_token:,.0f}"]
+        for row in rows
+    ])  # fmt: skip
+    lost = [
         [
             row.name,
-            f"{row.parameters:,}",
-            f"{row.attention_parameters:,}",
-            f"{row.cache_bytes_per_token:,.0f}",
             f"{sum(row.perplexities) / len(row.perplexities):.2f}",
-            "" if row.degradation is None else f"{row.degradation:+.1f} %",
-            "" if len(row.degradations) < 2 else f"{min(row.degradations):+.1f} … {max(row.degradations):+.1f} %",
-            *(f"{known[row.name]:+.1f} %" if row.name in known else "" for known in PUBLISHED.values()),
+            "" if row.degradation is None else f"{row.degradation:+.1f}",
+            "" if len(row.degradations) < 2 else f"{min(row.degradations):+.1f} … {max(row.degradations):+.1f}",
+            *(f"{known[row.name]:+.1f}" if row.name in known else "" for known in PUBLISHED.values()),
         ]
         for row in rows
     ]
-    columns = [
-        "variant", "parameters", "in attention", "cache bytes/token", "perplexity", "against qkv", "of the seeds",
-        *(f"published, {size}" for size in PUBLISHED),
-    ]  # fmt: skip
-    table(f"{size} on {text}, {seeds} seeds", columns, lines)
+    columns = ["variant", "perplexity", "lost, %", "each seed", *(f"study, {size}" for size in PUBLISHED)]
+    table("perplexity, and what is lost of it against qkv", columns, lost)
     console.print(f"written to {work} (study.json, study.png)", highlight=False, soft_wrap=True)
     write_json(json, {"variants": [asdict(row) | {"degradation": row.degradation} for row in rows]})

@@ -100,7 +100,9 @@ class _VocabularyLoss(torch.autograd.Function):
         *head: torch.nn.Parameter,
     ) -> torch.Tensor:
         wanted = [hidden.requires_grad, *(True for _ in head)]
-        size = max(1, LOGITS_AT_ONCE // student.config.vocab_size)
+        # Every chunk adds a gradient as large as a trained head to it: as large may the chunk's logits be, too.
+        at_once = max(LOGITS_AT_ONCE, *(each.numel() for each in head), 0)
+        size = max(1, at_once // student.config.vocab_size)
         scales = (weights.distill / len(labels), weights.lm / max(1, int((labels != IGNORED).sum())))
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         gradients = [

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from kvfold.finetune import loss as chunked
 from kvfold.finetune.loss import IGNORED, LossWeights, token_losses, vocabulary_loss
 
-TOKENS, WIDTH = 23, 48
+TOKENS, WIDTH = 103, 48  # more tokens than a head is wide: two chunks and a rest at least
 
 
 def states(seed: int) -> torch.Tensor:
