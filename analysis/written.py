@@ -32,7 +32,8 @@ def write_text(
     start = getattr(tokenizer, "bos_token_id", None)
     start = start if start is not None else getattr(tokenizer, "eos_token_id", None)
     first = torch.full((documents, 1), start if start is not None else 0)
-    return _sample(model, first, torch.ones_like(first), length - 1, seed, at_least=length - 1)
+    more = min(length, _positions(model)) - 1
+    return _sample(model, first, torch.ones_like(first), more, seed, at_least=more)
 
 
 @torch.inference_mode()
@@ -52,12 +53,19 @@ def write_chats(
     """
     before = _chat(tokenizer, MARK, whole=True).split(MARK)[0]
     opened = torch.tensor(_ids(tokenizer, before)).expand(chats, -1)
+    positions = _positions(model)
+    message = min(message, (positions - opened.shape[1]) // 4)
+    if message < 1:
+        raise KvfoldError(f"text 'chat': no chat fits into the model's {positions} positions")
     written = _sample(model, opened, torch.ones_like(opened), message, 2 * seed)[:, opened.shape[1] :]
     messages = [text.strip() for text in tokenizer.batch_decode(written, skip_special_tokens=True)]
-    asked = [_ids(tokenizer, _chat(tokenizer, text)) for text in messages if text]
+    asked = [
+        ids for ids in (_ids(tokenizer, _chat(tokenizer, text)) for text in messages if text) if len(ids) < positions
+    ]
     if not asked:
-        raise KvfoldError("text 'chat': the model writes empty messages only: use other text")
+        raise KvfoldError("text 'chat': the model writes no messages that could be answered: use other text")
     longest = max(map(len, asked))
+    reply = min(reply, positions - longest)
     padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in asked])
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in asked])
     replies = _sample(model, padded, mask, reply, 2 * seed + 1)[:, longest:].tolist()
@@ -133,11 +141,27 @@ def _sample(
     # transformers samples from torch's global generator; fork it, so that the caller's stays as it was.
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        written = model.generate(
-            ids.to(model.device), attention_mask=mask.to(model.device), do_sample=True, temperature=1.0, top_k=0,
-            top_p=1.0, max_new_tokens=tokens, min_new_tokens=at_least or None,
-        )  # fmt: skip
+        try:
+            written = model.generate(
+                ids.to(model.device), attention_mask=mask.to(model.device), do_sample=True, temperature=1.0, top_k=0,
+                top_p=1.0, max_new_tokens=tokens, min_new_tokens=at_least or None,
+            )  # fmt: skip
+        except RuntimeError as error:  # probabilities that are no numbers, above all
+            raise KvfoldError(f"the model cannot write text: {one_line(error)}; give it other text") from error
     return written.cpu()
+
+
+def _positions(model: Any) -> int:
+    """How many tokens the model can read in one go."""
+    return getattr(model.config, "max_position_embeddings", None) or 1 << 20
+
+
+def can_chat(tokenizer: Any) -> bool:
+    """Whether there is a chat template that takes a user's message alone."""
+    try:
+        return MARK in _chat(tokenizer, MARK, whole=True)
+    except KvfoldError:
+        return False
 
 
 def _require_template(tokenizer: Any) -> None:

@@ -15,7 +15,7 @@ from ..analysis.hub import DEFAULT_ACCESS, Access, quiet
 from ..analysis.loading import Location, load, load_tokenizer, locate
 from ..analysis.mixture import mixed_tokens, named_texts
 from ..analysis.progress import Track
-from ..analysis.written import Writer
+from ..analysis.written import Writer, can_chat
 from .options import ConvertOptions, calibration_window
 from .recipe import identity
 from .source import LazySource, Stored
@@ -51,8 +51,7 @@ def with_texts(options: ConvertOptions, source: LazySource) -> ConvertOptions:
         return options
     if not _fits(source.tensors, source.device):
         return replace(options, calibrate=("docs",))
-    template = getattr(load_tokenizer(source.location), "chat_template", None)
-    return replace(options, calibrate=("docs", "chat" if template else "self"))
+    return replace(options, calibrate=("docs", "chat" if can_chat(load_tokenizer(source.location)) else "self"))
 
 
 def _fits(tensors: Sequence[Stored], device: torch.device, itemsize: int = 0) -> bool:

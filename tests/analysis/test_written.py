@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers import llama
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvfold.analysis.mixture import mixed_tokens, named_texts
 from kvfold.analysis.written import WRITTEN, Writer, write_chats, write_text
@@ -132,3 +133,21 @@ def test_every_window_has_its_share_of_each_text(tokenizer: Any, text_file: Path
             mixed_tokens(named_texts(specs), tokenizer, 330, 32)
     with pytest.raises(KvfoldError, match="too short"):
         mixed_tokens(named_texts([str(text_file), str(brief)]), tokenizer, 4096, 1024)
+
+
+def test_models_of_few_positions_write_what_fits(chatty: Any) -> None:
+    config = GPT2Config(vocab_size=320, n_positions=48, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    assert write_text(model, chatty, 0, documents=2).shape == (2, 48)
+    assert all(len(ids) <= 48 for ids in write_chats(model, chatty, 0, chats=2))
+    config.n_positions = 5
+    with pytest.raises(KvfoldError, match="no chat fits into the model's 5 positions"):
+        write_chats(GPT2LMHeadModel(config).eval(), chatty, 0, chats=2)
+
+
+def test_a_model_that_cannot_write_says_so(tokenizer: Any) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(KvfoldError, match=r"cannot write text: .*nan.*other text"):
+        write_text(model, tokenizer, 0, length=8, documents=2)

@@ -71,6 +71,8 @@ def test_text_by_default(run: Any, source: Path, tmp_path: Path, monkeypatch: py
     shutil.copytree(source, chatty)
     (chatty / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert run(chatty, calibrate=())[1].calibration["texts"] == ["docs", "chat"]
+    (chatty / "chat_template.jinja").write_text("{{ raise_exception('a system message comes first') }}")
+    assert run(chatty, calibrate=())[1].calibration["texts"] == ["docs", "self"]
     assert "chat" in asked
     monkeypatch.setattr(reading, "_free_memory", lambda device: 1000)
     assert run(chatty, calibrate=())[1].calibration["texts"] == ["docs"]
