@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..model import KvfoldError
@@ -114,7 +116,7 @@ class Writer:
                 found, number = found + size, number + 1
         return documents
 
-    def _file(self, kind: str, number: int) -> Any:
+    def _file(self, kind: str, number: int) -> Path:
         return cache_folder() / "written" / f"{self.identity}-{kind}-{self.seed}" / f"{number:06d}.safetensors"
 
     def _kept(self, kind: str, number: int) -> Documents | None:
@@ -127,11 +129,14 @@ class Writer:
         if self.identity is None:
             return
         file = self._file(kind, number)
-        file.parent.mkdir(parents=True, exist_ok=True)
         begun = file.with_suffix(f".begun-{os.getpid()}")
         flat = torch.tensor([each for ids in documents for each in ids], dtype=torch.int32)
-        save_file({"ids": flat, "lengths": torch.tensor([len(ids) for ids in documents])}, begun)
-        begun.rename(file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file({"ids": flat, "lengths": torch.tensor([len(ids) for ids in documents])}, begun)
+            begun.rename(file)
+        except (OSError, SafetensorError):  # what cannot be kept is written again where it is wanted again
+            begun.unlink(missing_ok=True)
 
 
 def _sample(

@@ -48,7 +48,7 @@ def convert(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Heads that share well share a window, instead of neighbours.")
     ] = False,
-    calibrate: Annotated[list[str] | None, typer.Option(metavar="TEXT[:WEIGHT]", help=f"{CALIBRATE_HELP}")] = None,
+    calibrate: Annotated[list[str] | None, typer.Option(metavar="TEXT[:WEIGHT]", help=CALIBRATE_HELP)] = None,
     calibrate_tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.")] = 16384,
     calibrate_window: Annotated[
         int | None, typer.Option(help="Tokens the model reads in one go. Default: up to 2,048, a sixth of all.")

@@ -24,7 +24,7 @@ def plan(
         str | None, typer.Option(metavar="N,…", help="Numbers of key windows to choose from, say 1,2,4.")
     ] = None,
     span: Annotated[str, typer.Option(help="all or head, see convert.")] = "all",
-    calibrate: Annotated[list[str] | None, typer.Option(metavar="TEXT[:WEIGHT]", help=f"{CALIBRATE_HELP}")] = None,
+    calibrate: Annotated[list[str] | None, typer.Option(metavar="TEXT[:WEIGHT]", help=CALIBRATE_HELP)] = None,
     calibrate_tokens: Annotated[int, typer.Option(help="Tokens to calibrate and measure on.")] = 16384,
     calibrate_window: Annotated[
         int | None, typer.Option(help="Tokens the model reads in one go. Default: up to 2,048, a sixth of all.")

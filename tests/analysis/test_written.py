@@ -11,6 +11,7 @@ import torch
 from helpers import llama
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from kvfold.analysis import written
 from kvfold.analysis.mixture import mixed_tokens, named_texts
 from kvfold.analysis.written import WRITTEN, Writer, write_chats, write_text
 from kvfold.model import KvfoldError
@@ -104,6 +105,10 @@ def test_what_was_written_is_kept(tokenizer: Any, chatty: Any, monkeypatch: pyte
     never = Writer(lambda: pytest.fail("loaded"), chatty, 1, "this one")
     assert never.documents("chat", 150) == first
     assert never.documents("chat", 20) == first[:6]
+    monkeypatch.setattr(written, "cache_folder", lambda: Path("/proc/no/such"))
+    assert Writer(llama, chatty, 1, "this one").documents("chat", 150) == first
+    monkeypatch.undo()
+    monkeypatch.setitem(WRITTEN, "chat", short)
     for seed, identity in ((2, "this one"), (1, "another"), (1, None)):
         made = Mock(side_effect=llama)
         Writer(made, chatty, seed, identity).documents("chat", 20)
