@@ -57,7 +57,15 @@ def main() -> None:
             "interrupted; nothing was left half-written (convert, uptrain, prepare and pretrain go on with --resume)",
             status=INTERRUPTED,
         )
+    _leave_process_group()
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _leave_process_group() -> None:
+    """A process of several that ends with its group still open may be aborted by the threads of the backend."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _fail(message: str, status: int = 1) -> NoReturn:
