@@ -16,7 +16,7 @@ from ..analysis.loading import DTYPES, Checkpoint, load, locate, quiet
 from ..analysis.mixture import WeightedText, named_texts
 from ..analysis.progress import Track, silent
 from ..analysis.text import EVALUATE, TextSource
-from ..analysis.written import Writer
+from ..analysis.written import WRITTEN, Writer
 from ..convert.recipe import Recipe, describe_source, identity
 from ..convert.writing import copy_beside, require_free, whole_folder
 from ..model import KvfoldError, is_folded
@@ -170,8 +170,11 @@ class _Run:
             advance(1)
         return packed
 
-    def _writer(self) -> Writer:
-        """Who writes text ``self`` and ``chat``: the source."""
+    def _writer(self) -> Writer | None:
+        """Who writes text ``self`` and ``chat``: the source. None where none is wanted: to name it is to hash it."""
+        wanted = [text.source for text in self.texts] + ([] if self.evaluate is None else [self.evaluate])
+        if not any(each.spec in WRITTEN for each in wanted):
+            return None
         source = self.teacher or self.student
         described = describe_source(source.path, source.folder, source.config)
         return Writer(lambda: source.model, source.tokenizer, self.options.seed, identity(described), self.track)

@@ -19,7 +19,7 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 @pytest.fixture(autouse=True, scope="session")
 def written_text(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What models write themselves is kept for this session only."""
+    """What models write themselves is kept for these tests only."""
     folder = tmp_path_factory.mktemp("written")
     written.cache_folder = lambda: folder
 
