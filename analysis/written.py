@@ -170,6 +170,15 @@ def can_chat(tokenizer: Any) -> bool:
     return True
 
 
+def usual_texts(tokenizer: Any) -> tuple[str, ...]:
+    """The TEXTs that stand in where none is named, for a model that can be asked to write.
+
+    ``docs``, Python's manual, and, as that alone is too narrow, what the model writes itself: ``chat`` where it has a
+    chat template, else ``self``.
+    """
+    return ("docs", "chat" if can_chat(tokenizer) else "self")
+
+
 def _require_template(tokenizer: Any) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise KvfoldError("text 'chat': the model has no chat template; use text 'self'")

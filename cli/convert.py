@@ -139,11 +139,11 @@ def convert(
         console.print(
             f"calibrated on {recipe.calibration['tokens']:,} tokens of {texts}", highlight=False, soft_wrap=True
         )
+    divergence = None
     if recipe.balance_search:
         divergence = min(recipe.balance_search.values())
         console.print(
-            f"balance {recipe.balance}; KL from the source on held-out calibration text {divergence:.4f} nats/token "
-            f"(expect a perplexity of about {math.exp(min(divergence, 700.0)):.3f} × the source's)",
+            f"balance {recipe.balance}; KL from the source on held-out calibration text {divergence:.4f} nats/token",
             highlight=False,
             soft_wrap=True,
         )
@@ -159,6 +159,10 @@ def convert(
         refined = recipe.refinement
         taken = "refined" if refined["after"] < refined["before"] else "not refined: it would be no better"
         console.print(f"{taken}: KL {refined['before']:.4f} → {refined['after']:.4f} nats/token", highlight=False)
+        divergence = min(refined.values())
+    if divergence is not None:
+        factor = math.exp(min(divergence, 700.0))
+        console.print(f"expect a perplexity of about {factor:.3f} × the source's", highlight=False)
     if evaluate is not None:
         recipe = _evaluate(model, result, evaluate, options)
     console.print(f"written to {result.out} (recipe in kvfold.json)", highlight=False, soft_wrap=True)

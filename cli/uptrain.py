@@ -36,7 +36,8 @@ def uptrain(
         list[str] | None,
         typer.Option(
             metavar="TEXT[:WEIGHT]",
-            help=f"To train on, again for a mixture. {TEXT_HELP}, {WRITTEN_HELP}. Default: docs.",
+            help=f"To train on, again for a mixture. {TEXT_HELP}, {WRITTEN_HELP}. Default: docs and chat (self "
+            "without a chat template).",
         ),
     ] = None,
     evaluate: Annotated[
@@ -99,7 +100,7 @@ def uptrain(
     from ..finetune.uptrain import uptrain as run
 
     options = UptrainOptions(
-        texts=tuple(text or ["docs"]),
+        texts=tuple(text or ()),
         evaluate=evaluate,
         train=train,
         lora=LoraSettings(lora_rank, 2.0 * lora_rank if lora_alpha is None else lora_alpha, lora_mlp),

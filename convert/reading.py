@@ -15,7 +15,7 @@ from ..analysis.hub import DEFAULT_ACCESS, Access, quiet
 from ..analysis.loading import Location, load, load_tokenizer, locate
 from ..analysis.mixture import mixed_tokens, named_texts
 from ..analysis.progress import Track
-from ..analysis.written import Writer, can_chat
+from ..analysis.written import Writer, usual_texts
 from .options import ConvertOptions, calibration_window
 from .recipe import identity
 from .source import LazySource, Stored
@@ -41,17 +41,15 @@ def staged(location: Location, folder: Path, dtype: str = "auto", access: Access
 
 
 def with_texts(options: ConvertOptions, source: LazySource) -> ConvertOptions:
-    """The options with texts to calibrate on.
+    """The options with texts to calibrate on: the usual ones (see ``usual_texts``) where none is named.
 
-    Where none is named these are ``docs`` and, as Python's manual alone is too narrow, what the model writes itself:
-    ``chat`` if it has a chat template, else ``self``. For that the model must be whole in memory; where it does not
-    fit, ``docs`` is what remains.
+    To write some of these, the model must be whole in memory; where it does not fit, ``docs`` is what remains.
     """
     if options.calibrate:
         return options
     if not _fits(source.tensors, source.device):
         return replace(options, calibrate=("docs",))
-    return replace(options, calibrate=("docs", "chat" if can_chat(load_tokenizer(source.location)) else "self"))
+    return replace(options, calibrate=usual_texts(load_tokenizer(source.location)))
 
 
 def _fits(tensors: Sequence[Stored], device: torch.device, itemsize: int = 0) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from ..analysis.hub import DEFAULT_ACCESS, Access
 from ..model import KvfoldError
 from .loss import LossWeights
+from .run import RunOptions, require_least
 from .trainable import WAYS, LoraSettings
-from .training import TrainingSettings, require_report
+from .training import TrainingSettings
 
 LOSSES = ("distill", "lm", "mixed")
 LEARNING_RATES = {"lora": 1e-4, "attention": 2e-5, "full": 1e-5}
@@ -17,29 +17,24 @@ TOKENS = 200_000  # where neither tokens nor minutes are given
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
-@dataclass(frozen=True)
-class UptrainOptions:
-    """How to uptrain.
+@dataclass(frozen=True, kw_only=True)
+class UptrainOptions(RunOptions):
+    """How to uptrain; see ``RunOptions``, too.
 
     Attributes:
-        texts: ``TEXT`` or ``TEXT:WEIGHT`` each, to train on. evaluate: TEXT to evaluate on; None: the end of each text.
+        texts: ``TEXT`` or ``TEXT:WEIGHT`` each, to train on; none: ``usual_texts``, or without a teacher that could
+            write, ``docs``. evaluate: TEXT to evaluate on; None: the end of each text.
         train: what is trained, of ``WAYS``. lora: for ``lora``. adapter: PEFT folder to go on from. keep_adapter: write
             the adapter, too, before it is merged.
         loss: of ``LOSSES``. lm_share: of the next-token loss in ``mixed``. hidden: weight of the layers' distance.
         teacher: MODEL; None: the source that the recipe names.
-        tokens, minutes: how much to train, at most one of them; neither: ``TOKENS``.
+        minutes: how long to train, instead of a number of tokens; neither: ``TOKENS``.
         sequence: tokens. batch: sequences a step and device. accumulation: batches a step.
         learning_rate: at its highest; None: ``LEARNING_RATES``. warmup: share of the steps in which it rises; then it
             falls as a cosine. clip: largest norm of the gradient.
-        checkpoint_activations: recompute activations in the backward pass. compile: the layers, by torch.compile.
-        fsdp: shard parameters, gradients and optimiser over the processes (torchrun); else each has all of them.
-        evaluate_every: tokens; None: ten in all. patience: evaluations without a gain after which to stop.
-        report_to: none, tensorboard or wandb. workers: processes that tokenise.
-        overwrite: replace OUT. resume: go on with an interrupted run. seed: of data order, adapters and text ``self``.
-        device: torch device. access: how models may be read.
     """
 
-    texts: tuple[str, ...] = ("docs",)
+    texts: tuple[str, ...] = ()
     evaluate: str | None = None
     train: str = "lora"
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -49,7 +44,6 @@ class UptrainOptions:
     lm_share: float = 0.5
     hidden: float = 0.0
     teacher: str | None = None
-    tokens: int | None = None
     minutes: float | None = None
     sequence: int = 256
     batch: int = 1
@@ -57,20 +51,9 @@ class UptrainOptions:
     learning_rate: float | None = None
     warmup: float = 0.05
     clip: float = 1.0
-    checkpoint_activations: bool = False
-    compile: bool = False
-    fsdp: bool = False
-    evaluate_every: int | None = None
-    patience: int | None = None
-    report_to: str = "none"
-    workers: int = 1
-    overwrite: bool = False
-    resume: bool = False
-    seed: int = 0
-    device: str = "cpu"
-    access: Access = DEFAULT_ACCESS
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value, known in (
             ("what to train", self.train, WAYS), ("loss", self.loss, LOSSES)
         ):  # fmt: skip
@@ -78,14 +61,9 @@ class UptrainOptions:
                 raise KvfoldError(f"{name} {value!r} is unknown: use {', '.join(known)}")
         if self.tokens is not None and self.minutes is not None:
             raise KvfoldError("give tokens or minutes, not both")
-        lowest: dict[str, tuple[float | None, float]] = {
-            "tokens": (self.tokens, 1), "sequence": (self.sequence, 2), "batch": (self.batch, 1),
-            "accumulation": (self.accumulation, 1), "lora-rank": (self.lora.rank, 1), "workers": (self.workers, 1),
-            "evaluate-every": (self.evaluate_every, 1), "patience": (self.patience, 1), "hidden": (self.hidden, 0),
-        }  # fmt: skip
-        for name, (given, least) in lowest.items():
-            if given is not None and not given >= least:
-                raise KvfoldError(f"{name} {given} is too little: {least} is the least")
+        require_least({"batch": self.batch, "accumulation": self.accumulation, "lora-rank": self.lora.rank})
+        require_least({"sequence": self.sequence}, 2)
+        require_least({"hidden": self.hidden}, 0)
         positive = {"minutes": self.minutes, "learning-rate": self.learning_rate, "clip": self.clip}
         for name, given in (positive | {"lora-alpha": self.lora.alpha}).items():
             if given is not None and not 0 < given < float("inf"):
@@ -94,7 +72,6 @@ class UptrainOptions:
             raise KvfoldError("warmup and lm-share are shares: 0 to 1")
         if self.train != "lora" and (self.adapter or self.keep_adapter or self.lora.mlp):
             raise KvfoldError("adapters are for --train lora")
-        require_report(self.report_to)
         if self.loss == "lm" and self.hidden:
             raise KvfoldError("--hidden needs a teacher, which loss lm does without")
 

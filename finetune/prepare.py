@@ -21,6 +21,7 @@ from ..convert.unfinished import Unfinished
 from ..convert.writing import DiskError, disk_errors, require_free, whole_folder
 from ..model import KvfoldError
 from .data import tokenizer_identity
+from .run import require_least
 from .shards import TOKENIZER, Index, write_shard
 from .tokenizers import is_trained, named_tokenizer, trained_tokenizer
 
@@ -52,9 +53,7 @@ class PrepareOptions:
         is_trained(self.tokenizer)
         if not 0 < self.validation < 1:
             raise KvfoldError(f"validation {self.validation} is no share: a number between 0 and 1")
-        for name, given in (("tokens", self.tokens), ("shard-tokens", self.shard_tokens), ("workers", self.workers)):
-            if given is not None and given < 1:
-                raise KvfoldError(f"{name} {given} is too little: 1 is the least")
+        require_least({"tokens": self.tokens, "shard-tokens": self.shard_tokens, "workers": self.workers})
 
 
 def prepare(text: str, out: str, options: PrepareOptions, track: Track = silent) -> Index:

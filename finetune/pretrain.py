@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..analysis.hub import DEFAULT_ACCESS, Access
 from ..analysis.loading import quiet
 from ..analysis.progress import Track, silent
 from ..convert.writing import require_free, whole_folder
@@ -20,6 +19,7 @@ from .distillation import teach
 from .loss import LossWeights
 from .prepare import PrepareOptions, prepare
 from .pretrained import Pretrained
+from .run import RunOptions, require_least
 from .session import Session, is_sharded, session
 from .shards import TOKENIZER, Index, Sequences, is_prepared
 from .sizes import Figures, Size, figures, model_config, new_model
@@ -30,7 +30,6 @@ from .training import (
     TrainingSettings,
     Watch,
     compile_layers,
-    require_report,
     train,
     write_course,
 )
@@ -41,16 +40,13 @@ PADDED = 64  # vocabularies are padded to a multiple of this, for the matrix mul
 
 
 @dataclass(frozen=True)
-class PretrainOptions:
-    """How to train from scratch.
+class PretrainOptions(RunOptions):
+    """How to train from scratch; see ``RunOptions``, too.
 
     Attributes:
         size: of the model, with its settings. variant: of ``VARIANTS``. key_value_heads: None: as many as query heads.
         text: TEXT, or a folder that ``prepare`` made. tokenizer: None: the size's; a prepared folder has its own.
-        tokens: to train on; None: the size's. batch: sequences a device; None: the size's.
-        checkpoint_activations, compile, fsdp, evaluate_every, patience, report_to: see ``UptrainOptions``.
-        workers: processes that tokenise. overwrite: replace OUT. resume: go on with an interrupted run.
-        seed: of first weights, data order and dropout. device: torch device. access: to the Hub.
+        batch: sequences a device; None: the size's.
     """
 
     size: Size
@@ -58,29 +54,12 @@ class PretrainOptions:
     key_value_heads: int | None = None
     text: str = "docs"
     tokenizer: str | None = None
-    tokens: int | None = None
     batch: int | None = None
-    checkpoint_activations: bool = False
-    compile: bool = False
-    fsdp: bool = False
-    evaluate_every: int | None = None
-    patience: int | None = None
-    report_to: str = "none"
-    workers: int = 1
-    overwrite: bool = False
-    resume: bool = False
-    seed: int = 0
-    device: str = "cpu"
-    access: Access = field(default=DEFAULT_ACCESS)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.projections.require_heads(self.size.heads, self.heads)
-        require_report(self.report_to)
-        lowest = {"tokens": self.tokens, "batch": self.batch, "evaluate-every": self.evaluate_every,
-                  "patience": self.patience, "workers": self.workers}  # fmt: skip
-        for name, given in lowest.items():
-            if given is not None and given < 1:
-                raise KvfoldError(f"{name} {given} is too little: 1 is the least")
+        require_least({"batch": self.batch})
         if self.tokenizer is not None and is_prepared(self.text):
             raise KvfoldError(f"{self.text} is prepared, with a tokenizer of its own: leave out --tokenizer")
 
@@ -116,10 +95,8 @@ def pretrain(
     target = Path(out).expanduser()
     require_free(target, options.overwrite, Path(options.text).expanduser())
     prepared = Index.read(Path(options.text).expanduser()) if is_prepared(options.text) else None
-    settings = asdict(options) | {"shards": None if prepared is None else asdict(prepared)}
+    settings = options.decisive() | {"shards": None if prepared is None else asdict(prepared)}
     settings |= {f"size.{name}": value for name, value in settings.pop("size").items()}
-    for name in ("overwrite", "resume", "access", "report_to", "workers", "device"):
-        del settings[name]
     started = time.monotonic()
     with session(target, settings, options.resume, options.device, "training") as opened:
         run = _Run(options, opened, track)

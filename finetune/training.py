@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import math
 import shutil
@@ -25,7 +24,6 @@ from .data import Packed, collate
 from .utilisation import matmul_rate
 
 EVALUATIONS = 10  # in a run, where not said otherwise
-REPORTS = ("none", "tensorboard", "wandb")
 LOG, CURVE = "train_log.jsonl", "training.png"
 EVENTS = "runs"  # where Trainer puts what tensorboard is given
 LEARNED_POSITIONS = "wpe"  # GPT-2's name for the embeddings of positions
@@ -82,7 +80,7 @@ class TrainingSettings:
         learning_rate, final_rate: at its highest, and where its cosine ends. warmup_steps: in which it rises.
         batch: sequences of a step and device. accumulation: batches a step.
         clip: largest norm of the gradient. weight_decay: of AdamW, not on biases, norms and learned positions.
-        checkpoint_activations, fsdp, patience, report_to, seed, device: see ``UptrainOptions``.
+        checkpoint_activations, fsdp, patience, report_to, seed, device: see ``RunOptions``.
     """
 
     learning_rate: float
@@ -98,14 +96,6 @@ class TrainingSettings:
     report_to: str = "none"
     seed: int = 0
     device: str = "cpu"
-
-
-def require_report(report_to: str) -> None:
-    """Raises KvfoldError for a report that is unknown, or whose package is not there."""
-    if report_to not in REPORTS:
-        raise KvfoldError(f"report {report_to!r} is unknown: use {', '.join(REPORTS)}")
-    if report_to != "none" and importlib.util.find_spec(report_to) is None:
-        raise KvfoldError(f"--report-to {report_to} needs the package of this name: pip install {report_to}")
 
 
 def compile_layers(*models: Any) -> None:

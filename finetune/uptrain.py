@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from ..analysis.loading import DTYPES, Checkpoint, load, locate, quiet
+from ..analysis.loading import DTYPES, Checkpoint, load, load_tokenizer, locate, quiet
 from ..analysis.mixture import WeightedText, named_texts
 from ..analysis.progress import Track, silent
 from ..analysis.text import EVALUATE, TextSource
-from ..analysis.written import WRITTEN, Writer
+from ..analysis.written import WRITTEN, Writer, usual_texts
 from ..convert.recipe import Recipe, describe_source, identity
 from ..convert.writing import copy_beside, require_free, whole_folder
-from ..model import KvfoldError, is_folded
+from ..model import KvfoldError, family_to_fold, is_folded
 from .data import Packed, Packing, packed_texts
 from .distillation import teach
 from .options import TOKENS, UptrainOptions
@@ -51,29 +51,28 @@ def uptrain(
     """
     target = Path(out).expanduser()
     require_free(target, options.overwrite, Path(path).expanduser())
-    texts = named_texts(options.texts)
     evaluate = None if options.evaluate is None else TextSource(options.evaluate, EVALUATE)
     location = locate(path, options.access)
-    if location.gguf or not is_folded(AutoConfig.from_pretrained(location.folder)):
+    config = None if location.gguf else AutoConfig.from_pretrained(location.folder)
+    if config is None or not is_folded(config):
+        if config is not None:
+            family_to_fold(config)  # what cannot be converted is told so
         raise KvfoldError(f"{path} is not folded: convert it first, then uptrain the result")
     recipe = Pretrained.read(location.folder) if is_pretrained(location.folder) else Recipe.read(location.folder)
     if recipe.source is None and options.teacher is None and options.loss != "lm":
         raise KvfoldError(f"{path} was trained from scratch and has no source: give --teacher, or use --loss lm")
+    if not options.texts:
+        usual = ("docs",) if options.loss == "lm" else usual_texts(load_tokenizer(location))
+        options = replace(options, texts=usual)
+    texts = named_texts(options.texts)
     started = time.monotonic()
     files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in location.files}
-    settings = _settings(options) | {"model": str(location.folder), "files": files}
+    settings = options.decisive() | {"model": str(location.folder), "files": files}
+    del settings["keep_adapter"]  # (what is written besides)
     with session(target, settings, options.resume, options.device, "uptraining") as opened:
         run = _Run(path, recipe, texts, evaluate, options, opened, track)
         trainer = run.train(watch)
         return run.write(trainer, target, time.monotonic() - started)
-
-
-def _settings(options: UptrainOptions) -> dict[str, Any]:
-    """What decides the result of a run, and whether an interrupted one may go on."""
-    entries = asdict(options)
-    for name in ("overwrite", "resume", "access", "report_to", "workers", "device", "keep_adapter"):
-        del entries[name]
-    return entries
 
 
 class _Run:

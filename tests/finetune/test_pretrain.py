@@ -175,6 +175,8 @@ def test_other_variants_are_not_converted(options: Any, tmp_path: Path) -> None:
     for name, says in (("q=k-v", "it is of variant q=k-v, and only qkv"), ("q-k=v", "is folded already")):
         with pytest.raises(KvfoldError, match=says):
             convert(str(tmp_path / name), str(tmp_path / "out"), ConvertOptions(method="svd"))
+    with pytest.raises(KvfoldError, match="cannot be folded"):
+        uptrain(str(tmp_path / "q=k-v"), str(tmp_path / "out"), UptrainOptions())
 
 
 def test_a_study(options: Any, tmp_path: Path) -> None:

@@ -120,6 +120,13 @@ def test_text_that_the_source_writes(folded: Path, tmp_path: Path, options: Any)
     assert list((written.cache_folder() / "written").glob("*-self-0/*.safetensors"))
 
 
+@pytest.mark.parametrize(("loss", "texts"), [("distill", ["docs", "self"]), ("lm", ["docs"])])
+def test_text_where_none_is_named(folded: Path, tmp_path: Path, options: Any, loss: str, texts: list[str]) -> None:
+    result = uptrain(str(folded), str(tmp_path / "out"), options(texts=(), loss=loss))
+    assert result is not None
+    assert result.recipe.uptraining[0]["texts"] == texts
+
+
 def test_goes_on_from_an_adapter_and_adds_a_run(folded: Path, tmp_path: Path, options: Any) -> None:
     first = uptrain(str(folded), str(tmp_path / "first"), options(keep_adapter=True))
     second = uptrain(str(folded), str(tmp_path / "second"), options(adapter=str(tmp_path / "first" / "adapter")))
