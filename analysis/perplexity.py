@@ -122,5 +122,5 @@ def cached_bytes(cache: Any) -> int:
 
 def source_cache_bytes_per_token(model: Any) -> int:
     """Bytes a token would take with separate keys and values in every layer of ``model`` (a source or a folded one)."""
-    numbers = sum(2 * traits.key_value_heads * traits.head_dim for traits in family_of(model.config).traits_of(model))
+    numbers = sum(traits.cache_width for traits in family_of(model.config).traits_of(model))
     return numbers * torch.empty(0, dtype=model.dtype).element_size()

@@ -176,7 +176,7 @@ def _recipe(described: dict[str, Any], folding: Folding, options: ConvertOptions
     layers = folding.described()
     size = folding.dtype.itemsize
     folded_bytes = sum(layout.latent_width for layout, *_ in layers) * size
-    source_bytes = sum(2 * traits.key_value_heads * traits.head_dim for traits in folding.traits) * size
+    source_bytes = sum(traits.cache_width for traits in folding.traits) * size
     return Recipe(
         source=described,
         method=folding.method.name,

@@ -178,7 +178,7 @@ class Folding:
         """
         if self.options.key_heads is not None or self.options.rotary_pairs != "auto":
             return False
-        beside = width == 2 * traits.key_value_heads * traits.head_dim
+        beside = width == traits.cache_width
         wide = width >= max(traits.width, full_width(traits, self.options)) and self.span == "all"
         return beside or wide
 

@@ -177,7 +177,7 @@ def full_width(traits: AttentionTraits, options: ConvertOptions) -> int:
 
 def latent_width(traits: AttentionTraits, options: ConvertOptions, span: str) -> int:
     """R of a layer: from the options, for span ``head`` rounded to equally many columns a head. Raises KvfoldError."""
-    keys = traits.key_value_heads * traits.head_dim
+    full = traits.cache_width
     heads = options.key_heads or traits.key_value_heads
     step = heads if span == "head" else 1
     if options.latent_width is not None:
@@ -188,13 +188,13 @@ def latent_width(traits: AttentionTraits, options: ConvertOptions, span: str) ->
         width = heads * traits.head_dim
     else:
         fraction = 0.5 if options.cache_fraction is None else options.cache_fraction
-        width = round(2 * keys * fraction / step) * step
+        width = round(full * fraction / step) * step
     least = least_width(traits, options, span)
-    if not least <= width <= 2 * keys:
-        told = "" if options.latent_width is not None else f" (cache fraction {width / (2 * keys):.3g})"
+    if not least <= width <= full:
+        told = "" if options.latent_width is not None else f" (cache fraction {width / full:.3g})"
         raise KvfoldError(
-            f"latent width {width}{told} is out of range for this model: {least} to {2 * keys} (cache fraction "
-            f"{least / (2 * keys):.3g} to 1)"
+            f"latent width {width}{told} is out of range for this model: {least} to {full} (cache fraction "
+            f"{least / full:.3g} to 1)"
         )
     return width
 
@@ -216,7 +216,7 @@ def cache_dtype(options: ConvertOptions, traits: AttentionTraits, width: int, we
     """
     if options.cache_dtype != "auto":
         return DTYPES[options.cache_dtype]
-    whole = width >= 2 * traits.key_value_heads * traits.head_dim and options.span != "head"
+    whole = width >= traits.cache_width and options.span != "head"
     return weights if whole else torch.bfloat16
 
 

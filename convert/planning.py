@@ -65,7 +65,7 @@ def plan_source(
     for heads in options.key_heads or ():
         check_heads(layers, replace(conversion, key_heads=heads), span)
     fraction = 0.5 if conversion.cache_fraction is None else conversion.cache_fraction
-    full = [2 * traits.key_value_heads * traits.head_dim for traits in layers]
+    full = [traits.cache_width for traits in layers]
     candidates = [_candidates(traits, fraction, span, options) for traits in layers]
     budget = round(fraction * sum(full))
     least = sum(min(width for width, _ in points) for points in candidates)
@@ -110,7 +110,7 @@ def _candidates(
     traits: AttentionTraits, fraction: float, span: str, options: PlanOptions
 ) -> list[tuple[int, int | None]]:  # fmt: skip
     """Widths and numbers of key windows of one layer that are measured, ascending."""
-    full = 2 * traits.key_value_heads * traits.head_dim
+    full = traits.cache_width
     found = []
     for heads in options.key_heads or (None,):
         own = None if heads == traits.key_value_heads else heads

@@ -37,7 +37,7 @@ class LayerProblem:
     @property
     def key_width(self) -> int:
         """KV·d, the width of the source's keys."""
-        return self.traits.key_value_heads * self.traits.head_dim
+        return self.traits.key_width
 
     @property
     def group(self) -> int:

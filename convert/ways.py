@@ -93,7 +93,7 @@ def windows_for(layer: WeightedLayer, width: int, span: str, way: Way, options: 
     traits = layer.traits
     if traits.rotary_dim == 0:
         # Where it is possible, span head binds the keys, too, to their own head's columns: the study's Q-K=V.
-        bound = span == "head" and width == traits.key_value_heads * traits.head_dim
+        bound = span == "head" and width == traits.key_width
         return whole_heads(traits) if bound else full_windows(traits)
     heads = way.key_heads or traits.key_value_heads
     if heads == traits.key_value_heads:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -59,15 +60,17 @@ def packed_texts(
     tokenizer: Any,
     packing: Packing,
     writer: Writer | None = None,
+    seen: Mapping[str, int] = MappingProxyType({}),
 ) -> Packed:
     """Sequences of several texts, in the proportion of their weights.
 
-    A text that is too short for its share is gone through again. Positions start anew with every document, by which
-    transformers keeps attention inside documents.
+    What the model has not seen of a text comes first; a text that is too short for its share is gone through again.
+    Positions start anew with every document, by which transformers keeps attention inside documents.
 
     Args:
         texts: to train on. evaluate: held-out text; None: the last sequences of each text are held out. tokenizer: the
-            model's. packing: see there. writer: of text ``self`` and ``chat``.
+            model's. packing: see there. writer: of text ``self`` and ``chat``. seen: of each text so many tokens, the
+            first ones, have had their effect on the model already.
 
     Raises:
         KvfoldError: for a text that is shorter than one sequence (two, where one of them is to be held out).
@@ -79,7 +82,8 @@ def packed_texts(
     for number, text in enumerate(texts):
         share = max(1, round(packing.sequences * text.weight / whole))
         extra = 0 if evaluate else held_out_sequences(share)
-        rows = _sequences(text.source, tokenizer, packing, share + extra, writer)
+        old = -(-seen.get(text.source.spec, 0) // packing.sequence)
+        rows = _sequences(text.source, tokenizer, packing, old + share + extra, writer)
         kept = len(rows) if evaluate else len(rows) - min(extra, held_out_sequences(len(rows)))
         if kept < 1:
             raise KvfoldError(
@@ -88,7 +92,8 @@ def packed_texts(
         if kept < len(rows):
             held_out.append(rows.select(range(kept, len(rows))))
         repeated[text.source.spec] = share / min(share, kept)
-        train.append(_repeat(rows.select(range(min(share, kept))), share, packing.seed + number))
+        order = [*range(old, kept), *range(min(old, kept))]
+        train.append(_repeat(rows.select(order[:share]), share, packing.seed + number))
     if evaluate is not None:
         held_out.append(_sequences(evaluate, tokenizer, packing, HELD_OUT_MOST, writer))
     with quiet(), no_bars():

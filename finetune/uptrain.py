@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from contextlib import suppress
@@ -73,6 +74,21 @@ def uptrain(
         run = _Run(path, recipe, texts, evaluate, options, opened, track)
         trainer = run.train(watch)
         return run.write(trainer, target, time.monotonic() - started)
+
+
+def tokens_seen(recipe: Recipe | Pretrained) -> dict[str, int]:
+    """How many tokens of each TEXT a model was calibrated on and uptrained on, of those that are told."""
+    read = [(run["texts"], run["tokens_trained"]) for run in recipe.uptraining]
+    if isinstance(recipe, Recipe) and recipe.calibration and recipe.calibration.get("texts"):
+        told = recipe.calibration
+        read.append((told["texts"], told["tokens"] + told["held_out_tokens"]))
+    seen: dict[str, int] = {}
+    for specs, tokens in read:
+        texts = named_texts(specs)
+        whole = sum(text.weight for text in texts)
+        for text in texts:
+            seen[text.source.spec] = seen.get(text.source.spec, 0) + math.ceil(tokens * text.weight / whole)
+    return seen
 
 
 class _Run:
@@ -165,7 +181,9 @@ class _Run:
             options.seed,
         )
         with self.track("packing text", 1) as advance:
-            packed = packed_texts(self.texts, self.evaluate, self.student.tokenizer, packing, self._writer())
+            packed = packed_texts(
+                self.texts, self.evaluate, self.student.tokenizer, packing, self._writer(), tokens_seen(self.recipe)
+            )
             advance(1)
         return packed
 

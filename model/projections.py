@@ -126,7 +126,7 @@ class Fused:
         if self.by_head:
             heads = fused.unflatten(0, (traits.query_heads, 3, traits.head_dim))
             return [heads[:, part].flatten(0, 1) for part in range(3)]
-        queries, keys = traits.query_heads * traits.head_dim, traits.key_value_heads * traits.head_dim
+        queries, keys = traits.query_width, traits.key_width
         return list(fused.split([queries, keys, keys]))
 
     def _join(self, parts: list[torch.Tensor], traits: AttentionTraits) -> torch.Tensor:

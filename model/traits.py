@@ -46,6 +46,21 @@ class AttentionTraits:
     causal: bool = True
 
     @property
+    def query_width(self) -> int:
+        """H·d, numbers of a token's queries."""
+        return self.query_heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """KV·d, numbers of a token's keys, or of its values, in the source."""
+        return self.key_value_heads * self.head_dim
+
+    @property
+    def cache_width(self) -> int:
+        """2·KV·d, numbers that the source caches of a token."""
+        return 2 * self.key_width
+
+    @property
     def latent_bias(self) -> bool:
         """Whether the latent needs a bias."""
         return self.key_bias or self.value_bias

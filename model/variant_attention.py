@@ -33,8 +33,8 @@ class VariantAttention(nn.Module):
         self.config, self.traits, self.variant, self.layer_idx = config, traits, variant, layer_idx
         self.head_dim, self.scaling, self.is_causal = traits.head_dim, traits.scaling, traits.causal
         self.num_key_value_groups = traits.query_heads // traits.key_value_heads
-        width, queries = traits.width, traits.query_heads * traits.head_dim
-        keys = traits.key_value_heads * traits.head_dim
+        width, queries = traits.width, traits.query_width
+        keys = traits.key_width
         self.q_proj = nn.Linear(width, queries, bias=traits.query_bias) if variant.separate_queries else None
         self.k_proj = nn.Linear(width, keys, bias=traits.key_bias)
         self.v_proj = nn.Linear(width, keys, bias=traits.value_bias) if variant.separate_values else None

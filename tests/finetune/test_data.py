@@ -56,6 +56,20 @@ def test_held_out_is_the_end_and_is_not_trained_on(text_file: Path, tokenizer: A
     assert sorted(rows_of(packed.train)) == sorted(in_order[:100])
 
 
+def test_what_was_not_seen_comes_first(text_file: Path, tokenizer: Any) -> None:
+    text = WeightedText.parse(str(text_file))
+    stream = text.source.tokens(tokenizer).tolist()
+    in_order = [tuple(stream[at : at + 32]) for at in range(0, len(stream) - 31, 32)]
+    packed = packed_texts([text], None, tokenizer, Packing(32, 20), seen={str(text_file): 5 * 32 - 7, "another": 64})
+    assert sorted(rows_of(packed.train)) == sorted(in_order[5:25])
+    assert rows_of(packed.held_out) == in_order[25:26]
+    kept = len(in_order) - 1
+    packed = packed_texts([text], None, tokenizer, Packing(32, 20), seen={str(text_file): (kept - 6) * 32})
+    assert sorted(rows_of(packed.train)) == sorted([*in_order[kept - 6 : kept], *in_order[:14]])
+    packed = packed_texts([text], None, tokenizer, Packing(32, 20), seen={str(text_file): 10**6})
+    assert sorted(rows_of(packed.train)) == sorted(in_order[:20])
+
+
 def test_weights_are_shares_and_short_texts_are_repeated(tmp_path: Path, text_file: Path, tokenizer: Any) -> None:
     short = tmp_path / "short.txt"
     short.write_text("Nothing here but owls. " * 12)

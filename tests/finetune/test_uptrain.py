@@ -22,11 +22,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvfold.analysis import written
+from kvfold.convert.recipe import Recipe
 from kvfold.finetune import training
 from kvfold.finetune.options import UptrainOptions, token_count
 from kvfold.finetune.trainable import ADAPTED, folded_layers
 from kvfold.finetune.training import Moment, last_checkpoint, write_course
-from kvfold.finetune.uptrain import uptrain
+from kvfold.finetune.uptrain import tokens_seen, uptrain
 from kvfold.model import KvfoldError
 
 
@@ -118,6 +119,14 @@ def test_text_that_the_source_writes(folded: Path, tmp_path: Path, options: Any)
     result = uptrain(str(folded), str(tmp_path / "out"), options(texts=("self",)))
     assert result is not None
     assert list((written.cache_folder() / "written").glob("*-self-0/*.safetensors"))
+
+
+def test_what_a_model_has_seen_is_told_by_its_recipe(folded: Path) -> None:
+    recipe = Recipe.read(folded)
+    assert tokens_seen(recipe) == {}
+    calibrated = {"texts": ["docs:3", "chat"], "tokens": 100, "held_out_tokens": 20}
+    run = {"texts": ["docs"], "tokens_trained": 50}
+    assert tokens_seen(replace(recipe, calibration=calibrated, uptraining=[run])) == {"docs": 140, "chat": 30}
 
 
 @pytest.mark.parametrize(("loss", "texts"), [("distill", ["docs", "self"]), ("lm", ["docs"])])
