@@ -9,23 +9,27 @@ import typer
 
 from .options import Json, Seed
 from .output import check_json, console, ratio, table, track, write_json
+from .training import watching
 
 
 def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the models and the report.")] = Path("demo"),
     calibrate_tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.")] = 8192,
     windows: Annotated[int, typer.Option(help="Windows of 512 tokens to evaluate on.")] = 12,
+    uptrain_tokens: Annotated[int, typer.Option(help="Tokens to uptrain the folded model on.")] = 12_800,
     json: Json = None,
     seed: Seed = 0,
 ) -> None:
-    """The whole job on SmolLM2-135M-Instruct: analyse, fold to 3/4 and 1/2 of the cache, evaluate, generate, report.
+    """The whole job on SmolLM2-135M-Instruct: analyse, fold to 3/4 and 1/2 of the cache, uptrain, evaluate, report.
 
     Example: kvfold demo --out demo
     """
-    from ..convert.demo import DemoOptions, run_demo
+    from ..finetune.demo import DemoOptions, run_demo
 
     check_json(json)
-    result = run_demo(out, DemoOptions(calibrate_tokens, windows=windows, seed=seed), track)
+    options = DemoOptions(calibrate_tokens, windows=windows, uptrain_tokens=uptrain_tokens, seed=seed)
+    with watching() as watch:
+        result = run_demo(out, options, track, watch)
     first = result.evaluations[0]
     rows = [
         [

@@ -170,8 +170,9 @@ def test_demo(kvfold: Any, tmp_path: Path) -> None:
     """Needs the PyPI mirror once; some minutes."""
     kvfold("demo", "--out", tmp_path / "demo", "--json", tmp_path / "demo.json", "--windows", 4)
     models = json.loads((tmp_path / "demo.json").read_text())["models"]
-    assert [model["cache_fraction"] for model in models] == [1.0, 0.75, 0.5]
+    assert [model["cache_fraction"] for model in models] == [1.0, 0.75, 0.5, 0.5]
     first = models[0]["perplexity"]
     assert models[1]["perplexity"] < 1.05 * first
     assert models[2]["perplexity"] < 1.3 * first
+    assert models[3]["perplexity"] < models[2]["perplexity"]
     assert "data:image/png" in (tmp_path / "demo" / "report.html").read_text()
