@@ -251,8 +251,9 @@ def test_no_number_stops_and_keeps_the_last_good_checkpoint(
     assert kept.endswith("checkpoint-5")
 
 
-def test_stops_early_and_keeps_the_best(folded: Path, tmp_path: Path, options: Any) -> None:
-    chosen = options(tokens=40 * 128, evaluate_every=128, patience=2, learning_rate=0.3, warmup=0.5)
+def test_stops_early_and_keeps_the_best(folded: Path, text_file: Path, tmp_path: Path, options: Any) -> None:
+    same: dict[str, Any] = {"tokens": 40 * 128, "evaluate": str(text_file)}  # (a second run holds other sequences out)
+    chosen = options(**same, evaluate_every=128, patience=2, learning_rate=0.3, warmup=0.5)
     result = uptrain(str(folded), str(tmp_path / "out"), chosen)
     assert result is not None
     (run,) = result.recipe.uptraining
@@ -260,7 +261,7 @@ def test_stops_early_and_keeps_the_best(folded: Path, tmp_path: Path, options: A
     assert run["tokens_trained"] < 40 * 128
     assert run["tokens"] == run["tokens_trained"] - 2 * 128
     assert losses[-3] == min(losses)
-    again = uptrain(str(tmp_path / "out"), str(tmp_path / "again"), options(tokens=40 * 128, evaluate_every=40 * 128))
+    again = uptrain(str(tmp_path / "out"), str(tmp_path / "again"), options(**same, evaluate_every=40 * 128))
     assert again is not None
     assert again.log[0]["eval_loss"] == pytest.approx(min(losses), rel=1e-4)
 
