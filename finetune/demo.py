@@ -24,7 +24,7 @@ from ..convert.options import ConvertOptions
 from ..convert.writing import whole_folder
 from .options import UptrainOptions
 from .training import Watch
-from .uptrain import Uptraining, uptrain
+from .uptrain import NoGain, uptrain
 
 FRACTIONS = (0.75, 0.5)
 LEARNING_RATE = 5e-5  # half of what longer runs take: few steps have no time to come back from the noise of a high one
@@ -64,6 +64,14 @@ def run_demo(out: Path, options: DemoOptions, track: Track = silent, watch: Watc
 
     Raises KvfoldError where the model cannot be downloaded or ``out`` cannot be written.
     """
+    how = UptrainOptions(
+        texts=("docs",),
+        tokens=options.uptrain_tokens,
+        learning_rate=LEARNING_RATE,
+        evaluate_every=-(-options.uptrain_tokens // 2),
+        overwrite=True,
+        seed=options.seed,
+    )
     with track("fetching SmolLM2-135M-Instruct", 1) as advance:
         gguf = fetch()
         advance(1)
@@ -91,22 +99,14 @@ def run_demo(out: Path, options: DemoOptions, track: Track = silent, watch: Watc
         )
         convert(str(source), str(folded), settings, track)
         paths.append(folded)
-    trained = uptrain(
-        str(paths[-1]),
-        str(out / f"uptrained-{FRACTIONS[-1]}"),
-        UptrainOptions(
-            texts=("docs",),
-            tokens=options.uptrain_tokens,
-            learning_rate=LEARNING_RATE,
-            evaluate_every=-(-options.uptrain_tokens // 2),
-            overwrite=True,
-            seed=options.seed,
-        ),
-        track,
-        watch,
-    )
-    assert trained is not None  # one process
-    paths.append(trained.out)
+    try:
+        trained = uptrain(str(paths[-1]), str(out / f"uptrained-{FRACTIONS[-1]}"), how, track, watch)
+        assert trained is not None  # one process
+        run = trained.recipe.uptraining[-1]
+        told = f"was uptrained by LoRA on {run['tokens_trained']:,} tokens more, in {run['seconds']:.0f} s"
+        paths.append(trained.out)
+    except NoGain as error:
+        told = f"could not be uptrained: {error}"
 
     evaluations, continuations = [], []
     for path in paths:
@@ -115,9 +115,8 @@ def run_demo(out: Path, options: DemoOptions, track: Track = silent, watch: Watc
         evaluations.append(evaluate_checkpoint(checkpoint, windows(held_out, options.window), track))
         continuations.append(continue_text(checkpoint.model, checkpoint.tokenizer, PROMPT, options.new_tokens))
     report = out / "report.html"
-    write_report(
-        report, "SmolLM2-135M-Instruct, folded", _sections(layers, evaluations, continuations, trained, options)
-    )
+    sections = _sections(layers, evaluations, continuations, told, options)
+    write_report(report, "SmolLM2-135M-Instruct, folded", sections)
     return DemoResult(evaluations, continuations, report)
 
 
@@ -125,7 +124,7 @@ def _sections(
     layers: list[LayerRedundancy],
     evaluations: list[Evaluation],
     continuations: list[Continuation],
-    trained: Uptraining,
+    uptrained: str,
     options: DemoOptions,
 ) -> list[Section]:
     first = evaluations[0]
@@ -140,15 +139,14 @@ def _sections(
         ]
         for result in evaluations
     ]
-    means, (*_, run) = summary(layers), trained.recipe.uptraining
-    tokens, seconds = run["tokens_trained"], run["seconds"]
+    means = summary(layers)
     columns = ["model", "cache fraction", "cache bytes/token", "perplexity", "ratio", "parameters"]
     result = Section(
         "What folding costs",
         [
-            "Keys and values of every layer folded into one cached tensor, without any training; the last model was "
-            f"then uptrained by LoRA on {tokens:,} tokens more, in {seconds:.0f} s. Perplexity on the "
-            f"second half of Python's manual, {options.windows} windows of {options.window} tokens; calibrated on "
+            "Keys and values of every layer folded into one cached tensor, without any training; the last model then "
+            f"{uptrained}. Perplexity on the second half of Python's manual, {options.windows} windows of "
+            f"{options.window} tokens; calibrated on "
             f"{options.calibrate_tokens:,} tokens of its first half. Cache bytes are read off a filled cache (float32)."
         ],
         Table(columns, rows),
@@ -179,8 +177,9 @@ def _trade(evaluations: list[Evaluation]) -> Figure:
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     fractions = [result.cache_fraction for result in evaluations]
     ratios = [result.perplexity / evaluations[0].perplexity for result in evaluations]
-    axes.plot(fractions[:-1], ratios[:-1], "o-", label="zero-shot")
-    axes.plot(fractions[-1:], ratios[-1:], "s", label="uptrained")
+    folded = len(FRACTIONS) + 1
+    axes.plot(fractions[:folded], ratios[:folded], "o-", label="folded")
+    axes.plot(fractions[folded:], ratios[folded:], "s", label="uptrained")
     axes.legend(loc="upper right")
     for fraction, value in zip(fractions, ratios, strict=True):
         axes.annotate(f"{value:.3f}", (fraction, value), textcoords="offset points", xytext=(6, 6))

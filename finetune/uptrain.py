@@ -31,6 +31,10 @@ from .trainable import choose, share_frozen, trained_parameters
 from .training import EVALUATIONS, FoldedTrainer, Schedule, Watch, compile_layers, train, write_course
 
 
+class NoGain(KvfoldError):
+    """No evaluation of an uptraining was better than its start, so that there is nothing to write."""
+
+
 @dataclass(frozen=True)
 class Uptraining:
     """What came out: the folder, the recipe written into it, and the training log."""
@@ -48,7 +52,8 @@ def uptrain(
     Run by several processes (torchrun, accelerate), all of them call this; the first one writes and returns what came
     out, the others return None. An interruption leaves ``.OUT.unfinished``, from which ``options.resume`` goes on.
 
-    Raises KvfoldError for bad input, for a loss that is no number any more, or a full disk.
+    Raises KvfoldError for bad input, for a loss that is no number any more, or a full disk; NoGain where training did
+    not help.
     """
     target = Path(out).expanduser()
     require_free(target, options.overwrite, Path(path).expanduser())
@@ -230,7 +235,7 @@ class _Run:
         options, log = self.options, [entry for entry in trainer.state.log_history if "eval_loss" in entry]
         best = min(log, key=lambda entry: entry["eval_loss"])
         if best is log[0]:
-            raise KvfoldError(
+            raise NoGain(
                 f"nothing was better than the start (held-out loss {best['eval_loss']:.4f}): try a lower learning rate "
                 f"than {options.rate:g}, or more tokens"
             )

@@ -27,7 +27,7 @@ from kvfold.finetune import training
 from kvfold.finetune.options import UptrainOptions, token_count
 from kvfold.finetune.trainable import ADAPTED, folded_layers
 from kvfold.finetune.training import Moment, last_checkpoint, write_course
-from kvfold.finetune.uptrain import tokens_seen, uptrain
+from kvfold.finetune.uptrain import NoGain, tokens_seen, uptrain
 from kvfold.model import KvfoldError
 
 
@@ -267,7 +267,7 @@ def test_stops_early_and_keeps_the_best(folded: Path, text_file: Path, tmp_path:
 
 
 def test_no_better_than_before(folded: Path, tmp_path: Path, options: Any) -> None:
-    with pytest.raises(KvfoldError, match="nothing was better than the start"):
+    with pytest.raises(NoGain, match="nothing was better than the start"):
         uptrain(str(folded), str(tmp_path / "out"), options(learning_rate=5.0, warmup=0.0))
     assert not (tmp_path / "out").exists()
 
