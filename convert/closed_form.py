@@ -39,7 +39,7 @@ def fold(problem: LayerProblem) -> FoldedWeights:
     problem = replace(problem, weighted=layer)
     together = [list(range(len(plan.groups)))] if span == "all" else [[window] for window in range(len(plan.groups))]
     members = [sorted(head for window in part for head in plan.groups[window]) for part in together]
-    side_by_side = width == 2 * problem.key_width and bool(kept.all()) and not plan.shared
+    side_by_side = width == problem.traits.cache_width and bool(kept.all()) and not plan.shared
     folds = [
         _side_by_side(layer, heads) if side_by_side else fold_part(problem, windows, width // len(together))
         for windows, heads in zip(together, members, strict=True)

@@ -35,11 +35,6 @@ class LayerProblem:
     dtype: torch.dtype
 
     @property
-    def key_width(self) -> int:
-        """KV·d, the width of the source's keys."""
-        return self.traits.key_width
-
-    @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.traits.query_heads // self.traits.key_value_heads
@@ -117,7 +112,7 @@ def assemble(problem: LayerProblem, latent: Latent) -> FoldedWeights:
     if latent.head_maps is not None:
         tensors["o_proj.weight"] = absorb(weights.o, latent.head_maps, traits)
     if traits.value_constant(problem.span):
-        constant = latent.maps.new_zeros(problem.key_width) if latent.constant is None else latent.constant
+        constant = latent.maps.new_zeros(problem.traits.key_width) if latent.constant is None else latent.constant
         if latent.head_maps is None:
             tensors["value_map.bias"] = constant
         else:

@@ -70,7 +70,7 @@ class FoldedAttention(nn.Module):
         self.rotate_queries = HeadRotation(tuple(pairs[head] for head in key_of), traits.rotary_dim)
 
         width, head_dim = traits.width, traits.head_dim
-        self.q_proj = nn.Linear(width, traits.query_heads * head_dim, bias=traits.query_bias)
+        self.q_proj = nn.Linear(width, traits.query_width, bias=traits.query_bias)
         self.latent_proj = nn.Linear(width, layout.latent_width, bias=traits.latent_bias)
         self.key_map = nn.Linear(layout.latent_width, mapped, bias=False) if mapped else None
         self.value_map = None
