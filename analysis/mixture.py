@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ def named_texts(specs: Sequence[str]) -> list[WeightedText]:
     return [WeightedText.parse(each) for each in specs]
 
 
+def shares(texts: Sequence[WeightedText]) -> list[float]:
+    """What part of the tokens each text gives; they sum to 1."""
+    whole = sum(text.weight for text in texts)
+    return [text.weight / whole for text in texts]
+
+
 def mixed_tokens(
     texts: Sequence[WeightedText], tokenizer: Any, count: int, window: int, writer: Writer | None = None
 ) -> torch.Tensor:
@@ -53,10 +60,7 @@ def mixed_tokens(
     """
     if len(texts) == 1:
         return texts[0].source.tokens(tokenizer, count, writer)
-    bounds = [0.0]
-    for text in texts:
-        bounds.append(bounds[-1] + text.weight)
-    ends = [round(window * bound / bounds[-1]) for bound in bounds]
+    ends = [0, *(round(window * bound) for bound in accumulate(shares(texts)))]
     blocks = []
     for text, begin, end in zip(texts, ends, ends[1:], strict=False):
         share = end - begin

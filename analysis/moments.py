@@ -88,21 +88,16 @@ def collect_moments(
     """
     family = family_to_fold(model.config)
     layers = list(model.base_model.get_submodule(family.layers))
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation("eager")  # attention weights are visible in no other
-    try:
-        stream, moments = Stream(family, model, rows, batch).enter(), []
-        with track("reading calibration text", len(layers)) as advance:
-            for index, layer in enumerate(layers):
-                moments.append(moments_of_layer(stream, layer, index))
-                advance(1)
-    finally:
-        model.set_attn_implementation(implementation)
+    stream, moments = Stream(family, model, rows, batch, weights=True).enter(), []
+    with track("reading calibration text", len(layers)) as advance:
+        for index, layer in enumerate(layers):
+            moments.append(moments_of_layer(stream, layer, index))
+            advance(1)
     return moments
 
 
 def moments_of_layer(stream: Stream, layer: Any, index: int) -> LayerMoments:
-    """Statistics of one decoder layer, through which they put the stream; its model must attend eagerly."""
+    """Statistics of one decoder layer, through which they put the stream (one with attention weights)."""
     collector = _Collector(stream.family.parts_of(stream.model, index))
     handle = getattr(layer, stream.family.attention).register_forward_hook(collector, with_kwargs=True)
     try:

@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from .redundancy import LayerRedundancy
 
@@ -116,6 +117,7 @@ def training_curve(log: list[dict[str, Any]]) -> Figure:
     right.plot([entry["tokens"] for entry in measured], [entry[name] for entry in measured], "o-")
     right.set(xlabel="tokens", ylabel="held-out perplexity" + (", ratio to the teacher" if name == "ratio" else ""))
     for axes in (left, right):
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 50k, 100k: what a budget is given in
         axes.grid(alpha=0.3)
     return figure
 

@@ -40,12 +40,15 @@ class Stream:
             ``logits``. rows: token ids ``[rows, window]``. batch: rows that go through a layer together; None: about
             ``TOKENS_AT_ONCE`` tokens.
         states: where hidden states are kept; None: in memory.
+        weights: whether attention modules are to return their weights, for which they must attend eagerly; without,
+            they attend as the model does, in a fraction of the time and memory.
     """
 
     def __init__(
-        self, family: Family, model: Any, rows: torch.Tensor, batch: int | None = None, states: States | None = None
-    ) -> None:
-        self.family, self.model, self.rows = family, model, rows
+        self, family: Family, model: Any, rows: torch.Tensor, batch: int | None = None, states: States | None = None,
+        weights: bool = False,
+    ) -> None:  # fmt: skip
+        self.family, self.model, self.rows, self.weights = family, model, rows, weights
         self.batches = list(rows.split(batch or max(1, TOKENS_AT_ONCE // rows.shape[1])))
         self.states: Any = {} if states is None else states
         self._calls: dict[int, list[_Call]] = {}
@@ -54,7 +57,8 @@ class Stream:
     def enter(self) -> Stream:
         """Embed the rows, and learn what each layer is to be called with (masks, rotary tables, positions)."""
         for index, ids in enumerate(self.batches):
-            state, calls = _what_layers_get(self.family, self.model, ids)
+            with self._attending():
+                state, calls = _what_layers_get(self.family, self.model, ids)
             self.states[index] = state.cpu()
             # All rows are as long, none is padded: what goes with the hidden states depends on their number only.
             self._calls[len(ids)] = calls
@@ -62,7 +66,7 @@ class Stream:
 
     def fork(self, states: States | None = None) -> Stream:
         """The same rows at the same place, to go on through other layers."""
-        other = Stream(self.family, self.model, self.rows, len(self.batches[0]), states)
+        other = Stream(self.family, self.model, self.rows, len(self.batches[0]), states, self.weights)
         other._calls = self._calls
         for index in range(len(self.batches)):
             other.states[index] = self.states[index]
@@ -79,9 +83,21 @@ class Stream:
             if folded and kwargs.get("position_embeddings") is not None:
                 arrange = TABLE_LAYOUTS[self.family.rotary_layout]
                 kwargs["position_embeddings"] = tuple(arrange(table) for table in kwargs["position_embeddings"])
-            out = layer(self.states[number].to(device), *_on(call.args, device), **_on(kwargs, device))
+            with self._attending():
+                out = layer(self.states[number].to(device), *_on(call.args, device), **_on(kwargs, device))
             self.states[number] = (out[0] if isinstance(out, tuple) else out).cpu()
             advance(len(ids))
+
+    @contextmanager
+    def _attending(self) -> Iterator[None]:
+        """Let the model attend as this stream needs it for a while; the masks that it makes are of that kind, too."""
+        config, own = self.model.config, self.model.config._attn_implementation
+        if self.weights:
+            config._attn_implementation = "eager"  # weights are visible in no other
+        try:
+            yield
+        finally:
+            config._attn_implementation = own
 
     def logits(self) -> Iterator[torch.Tensor]:
         """The model's logits for the hidden states after the last layer, ``[batch, window, vocabulary]`` a batch."""

@@ -36,7 +36,7 @@ def measure_costs(
     """
     family, span = source.family, options.span or "all"
     with source.ends() as model:
-        text = Stream(family, model, rows).enter()
+        text = Stream(family, model, rows, weights=True).enter()
         plain = Stream(family, model, held_out, 1).enter()
     changed: list[list[Stream]] = []
     with track("folding each layer alone", source.layers) as advance:

@@ -131,7 +131,7 @@ class Folding:
         rows, held_out = self._rows(tokens)
         states = self.work.states(self.options.offload)
         with self.source.ends() as model:
-            text = Stream(self.family, model, rows, states=states.of("text")).enter()
+            text = Stream(self.family, model, rows, states=states.of("text"), weights=True).enter()
             source, ways = None, []
             if len(held_out):
                 source = Stream(self.family, model, held_out, 1, states.of("source")).enter()

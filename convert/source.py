@@ -60,7 +60,7 @@ class LazySource:
     Attributes:
         location: where the checkpoint lies. config, family: its own.
         model: transformers' model; its parameters are on the meta device but for those that ``loaded`` lends it, its
-            buffers are real. It attends eagerly and computes in float32.
+            buffers are real. It computes in float32.
         tensors: everything that is stored, in the order of the files.
 
     Raises KvfoldError for tensors that are missing, of another shape, or not the model's.
@@ -77,7 +77,6 @@ class LazySource:
         require_unfolded(location.path, location.folder, self.config)
         with one_line_errors(location.path), quiet():
             self.family = family_to_fold(self.config)
-            self.config._attn_implementation = "eager"
             with init_empty_weights(include_buffers=False), no_init_weights():
                 self.model: Any = self.family.source_model(self.config).eval()
             self._mapping: Any = get_model_conversion_mapping(self.model)

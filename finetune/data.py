@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..analysis.loading import quiet
-from ..analysis.mixture import WeightedText
+from ..analysis.mixture import WeightedText, shares
 from ..analysis.text import TextSource
 from ..analysis.written import WRITTEN, Writer
 from ..model import KvfoldError
@@ -77,10 +77,9 @@ def packed_texts(
     """
     import datasets
 
-    whole = sum(text.weight for text in texts)
     train, held_out, repeated = [], [], {}
-    for number, text in enumerate(texts):
-        share = max(1, round(packing.sequences * text.weight / whole))
+    for number, (text, part) in enumerate(zip(texts, shares(texts), strict=True)):
+        share = max(1, round(packing.sequences * part))
         extra = 0 if evaluate else held_out_sequences(share)
         old = -(-seen.get(text.source.spec, 0) // packing.sequence)
         rows = _sequences(text.source, tokenizer, packing, old + share + extra, writer)

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from ..analysis.loading import DTYPES, Checkpoint, load, load_tokenizer, locate, quiet
-from ..analysis.mixture import WeightedText, named_texts
+from ..analysis.mixture import WeightedText, named_texts, shares
 from ..analysis.progress import Track, silent
 from ..analysis.text import EVALUATE, TextSource
 from ..analysis.written import WRITTEN, Writer, usual_texts
@@ -90,9 +90,8 @@ def tokens_seen(recipe: Recipe | Pretrained) -> dict[str, int]:
     seen: dict[str, int] = {}
     for specs, tokens in read:
         texts = named_texts(specs)
-        whole = sum(text.weight for text in texts)
-        for text in texts:
-            seen[text.source.spec] = seen.get(text.source.spec, 0) + math.ceil(tokens * text.weight / whole)
+        for text, share in zip(texts, shares(texts), strict=True):
+            seen[text.source.spec] = seen.get(text.source.spec, 0) + math.ceil(tokens * share)
     return seen
 
 

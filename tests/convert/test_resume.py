@@ -165,16 +165,18 @@ def test_statistics_are_those_of_the_whole_model(name: str, tmp_path: Path) -> N
     expected = collect_moments(whole, rows)
     source = LazySource(locate(str(tmp_path / "source")))
     with source.ends() as model:
-        stream = Stream(source.family, model, rows).enter()
+        stream, plain = (Stream(source.family, model, rows, weights=weights).enter() for weights in (True, False))
     assert all(parameter.is_meta for parameter in source.model.parameters())
     for index, moments in enumerate(expected):
         with source.layer(index) as layer:
             found = moments_of_layer(stream, layer, index)
+            plain.through(layer, index)
         for part in ("inputs", "keys", "values", "distances", "queries"):
             assert relative(getattr(found, part), getattr(moments, part)) < 5e-5
     with source.ends():
-        logits = torch.cat(list(stream.logits()))
-    assert relative(logits, whole(rows).logits) < 1e-5
+        for each in (stream, plain):
+            assert relative(torch.cat(list(each.logits())), whole(rows).logits) < 1e-5
+    assert source.config._attn_implementation == whole.config._attn_implementation
 
 
 @torch.no_grad()
