@@ -77,6 +77,7 @@ class LazySource:
         require_unfolded(location.path, location.folder, self.config)
         with one_line_errors(location.path), quiet():
             self.family = family_to_fold(self.config)
+            self.config._attn_implementation = None  # transformers' choice, whatever the checkpoint was trained with
             with init_empty_weights(include_buffers=False), no_init_weights():
                 self.model: Any = self.family.source_model(self.config).eval()
             self._mapping: Any = get_model_conversion_mapping(self.model)

@@ -14,6 +14,7 @@ import torch
 from helpers import llama, with_layouts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvfold.analysis import divergence
 from kvfold.analysis import text as text_module
 from kvfold.analysis.energy import weigh
 from kvfold.analysis.moments import collect_moments
@@ -57,6 +58,18 @@ def test_moments_by_their_definition(ids: torch.Tensor) -> None:
     assert torch.allclose(found.keys, keys / keys[-1, -1], rtol=1e-3, atol=1e-4)
     assert torch.allclose(found.values, averaged / averaged[:, -1:, -1:], rtol=1e-4, atol=1e-5)
     assert torch.allclose(found.distances, distances / distances.sum(1, keepdim=True), rtol=1e-3, atol=1e-5)
+
+
+def test_divergences_by_their_definition_however_few_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(0)
+    source, *changed = (torch.randn(3, 2, 7, 50, generator=random) for _ in range(3))  # three batches each
+    p = source.double().softmax(-1)
+    expected = [float((p * (p.log() - other.double().log_softmax(-1))).sum() / 42) for other in changed]
+    for entries in (1, 4 * 50, 1 << 22):
+        monkeypatch.setattr(divergence, "ENTRIES_AT_ONCE", entries)
+        rows: list[int] = []
+        assert divergence.divergences(source, changed, rows.append) == pytest.approx(expected, rel=1e-5)
+        assert rows == [2, 2, 2]
 
 
 @torch.no_grad()
