@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from kvfold.convert.recipe import Recipe
 from kvfold.finetune.distillation import teach
 from kvfold.finetune.loss import LossWeights
+from kvfold.finetune.options import LEARNING_RATES
 from kvfold.finetune.trainable import WAYS, LoraSettings, choose, share_frozen
 from kvfold.model import family_of
 
@@ -50,7 +51,7 @@ def ours(arguments: argparse.Namespace) -> Callable[[torch.Tensor], float]:
                 layer.compile()
     teach(student, teacher, arguments.weights)
     positions = torch.arange(arguments.sequence, device=arguments.device).expand(arguments.batch, -1)
-    return stepper(model, lambda ids: model(input_ids=ids, position_ids=positions, labels=ids)["loss"])
+    return stepper(model, lambda ids: model(input_ids=ids, position_ids=positions, labels=ids)["loss"], arguments.train)
 
 
 def obvious(arguments: argparse.Namespace) -> Callable[[torch.Tensor], float]:
@@ -63,12 +64,13 @@ def obvious(arguments: argparse.Namespace) -> Callable[[torch.Tensor], float]:
         divergence = torch.nn.functional.kl_div(found, expected, log_target=True, reduction="sum")
         return divergence / ids.numel()
 
-    return stepper(model, loss)
+    return stepper(model, loss, arguments.train)
 
 
-def stepper(model: Any, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], float]:
+def stepper(model: Any, loss_of: Callable[[torch.Tensor], torch.Tensor], way: str) -> Callable[[torch.Tensor], float]:
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimiser = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
+    # Without a warm-up the full rate makes the first steps so wild that rounding alone drives the two losses apart.
+    optimiser = torch.optim.AdamW(trained, lr=LEARNING_RATES[way] / 10, weight_decay=0.0, fused=True)
 
     def step(ids: torch.Tensor) -> float:
         loss = loss_of(ids)
