@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-# Entries of logits that are worked on together. Tensors of more than 32 MB are new memory each time (glibc gives theirs
-# back at once), and to have that many pages cleared takes longer than the arithmetic.
-ENTRIES_AT_ONCE = 1 << 22
+from .logits import LOGITS_AT_ONCE
 
 
 def divergences(
@@ -35,7 +33,7 @@ def divergences(
 
 def _divergence(log: torch.Tensor, logits: torch.Tensor) -> float:
     """Summed KL of tokens with log-probabilities ``log`` ``[tokens, vocabulary]`` from those that ``logits`` give."""
-    size = max(1, ENTRIES_AT_ONCE // log.shape[-1])
+    size = max(1, LOGITS_AT_ONCE // log.shape[-1])
     parts = zip(log.split(size), logits.flatten(0, -2).split(size), strict=True)
     return sum(
         torch.nn.functional.kl_div(found.float().log_softmax(-1), expected, reduction="sum", log_target=True).item()

@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 
+# Entries of the [tokens, vocabulary] logits of a model that are worked on together. Tensors of more than 32 MB are new
+# memory each time (glibc gives theirs back at once), and clearing that many pages takes longer than the arithmetic.
+LOGITS_AT_ONCE = 1 << 22
+
 
 def output_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Logits ``[…, vocabulary]`` of hidden states ``[…, D]`` that ``model``'s base model gave, in the model's dtype.

@@ -10,12 +10,11 @@ import torch
 
 from ..model import KvfoldError, family_of
 from .loading import DEFAULT_ACCESS, Access, Checkpoint, load
-from .logits import output_logits
+from .logits import LOGITS_AT_ONCE, output_logits
 from .moments import windows
 from .progress import Track, silent
 from .text import TextSource
 
-LOGITS_AT_ONCE = 1 << 26  # entries of the [tokens, vocabulary] logits held at a time
 CACHE_PROBE = 32  # tokens
 
 

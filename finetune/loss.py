@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..analysis.logits import output_logits
+from ..analysis.logits import LOGITS_AT_ONCE, output_logits
 
-LOGITS_AT_ONCE = 1 << 22  # entries of the [tokens, vocabulary] logits of each model held at a time
 IGNORED = -100  # label of a position whose next token is not predicted, as transformers has it
 
 

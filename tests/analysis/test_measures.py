@@ -66,7 +66,7 @@ def test_divergences_by_their_definition_however_few_tokens_at_once(monkeypatch:
     p = source.double().softmax(-1)
     expected = [float((p * (p.log() - other.double().log_softmax(-1))).sum() / 42) for other in changed]
     for entries in (1, 4 * 50, 1 << 22):
-        monkeypatch.setattr(divergence, "ENTRIES_AT_ONCE", entries)
+        monkeypatch.setattr(divergence, "LOGITS_AT_ONCE", entries)
         rows: list[int] = []
         assert divergence.divergences(source, changed, rows.append) == pytest.approx(expected, rel=1e-5)
         assert rows == [2, 2, 2]
