@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from .loading import DEFAULT_ACCESS, Access, load
+from ..checkpoint.loading import DEFAULT_ACCESS, Access, load
+from ..checkpoint.progress import Track, silent
+from ..text.sources import TextSource
 from .perplexity import Evaluation, evaluate_checkpoint, first_windows
 from .plots import frontier
-from .progress import Track, silent
 from .report import Section, Table, write_report
 from .serving import BYTES, Machine, Serving, serving
-from .text import TextSource
 
 RECIPE = "kvfold.json"
 

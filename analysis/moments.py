@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.progress import Track, silent
 from ..model import AttentionParts, KvfoldError, family_to_fold
-from .progress import Track, silent
 from .streaming import Stream
 
 VALUE_MOMENTS_BYTES = 1 << 29  # of the value moments of one layer; heads share them where each one's would take more

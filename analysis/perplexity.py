@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.loading import DEFAULT_ACCESS, Access, Checkpoint, load
+from ..checkpoint.progress import Track, silent
 from ..model import KvfoldError, family_of
-from .loading import DEFAULT_ACCESS, Access, Checkpoint, load
+from ..text.sources import TextSource
 from .logits import LOGITS_AT_ONCE, output_logits
 from .moments import windows
-from .progress import Track, silent
-from .text import TextSource
 
 CACHE_PROBE = 32  # tokens
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from scipy.linalg import orthogonal_procrustes, subspace_angles
 
+from ..checkpoint.encoders import keys_and_values
+from ..checkpoint.progress import Track, silent
 from ..model import KvfoldError, family_to_fold
-from .encoders import keys_and_values
 from .energy import WeightedLayer, weigh
 from .moments import LayerMoments
-from .progress import Track, silent
 
 WIDTH_STEPS = 9  # widths from KV·d to 2·KV·d at which the kept energy is measured
 

@@ -33,16 +33,16 @@ def analyze(
 
     Example: kvfold analyze HuggingFaceTB/SmolLM2-135M-Instruct --calibrate docs --out analysis/
     """
-    from ..analysis.encoders import is_encoder
-    from ..analysis.loading import Access, load, require_unfolded
     from ..analysis.moments import collect_moments, windows
     from ..analysis.plots import write_figures
     from ..analysis.redundancy import analyze as run
     from ..analysis.redundancy import analyze_encoder
     from ..analysis.tables import summary, write_csv
-    from ..analysis.text import CALIBRATE, TextSource
-    from ..analysis.written import Writer
+    from ..checkpoint.encoders import is_encoder
+    from ..checkpoint.loading import Access, load, require_unfolded
     from ..model import KvfoldError
+    from ..text.generated import Writer
+    from ..text.sources import CALIBRATE, TextSource
 
     check_json(json, model)
     source = TextSource(calibrate, CALIBRATE) if calibrate else None

@@ -38,8 +38,8 @@ def compare(
     from dataclasses import asdict
 
     from ..analysis import comparison
-    from ..analysis.hub import Access
     from ..analysis.serving import Machine
+    from ..checkpoint.hub import Access
     from ..model import KvfoldError
 
     check_json(json, *models)

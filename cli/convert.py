@@ -12,9 +12,9 @@ from .options import CALIBRATE_HELP, AllowPickle, Device, Dtype, Json, Model, Re
 from .output import check_json, console, track, write_json
 
 if TYPE_CHECKING:
+    from ..checkpoint.record import Recipe
     from ..convert.conversion import Conversion
     from ..convert.options import ConvertOptions
-    from ..convert.recipe import Recipe
 
 UNSEEN_SHARE = 0.1  # of the input's directions, from which on there is a warning
 EVALUATE_WINDOW, EVALUATE_WINDOWS = 512, 12  # as kvfold evaluate has them
@@ -92,10 +92,10 @@ def convert(
 
     Example: kvfold convert HuggingFaceTB/SmolLM2-135M-Instruct folded/ --cache-fraction 0.5
     """
-    from ..analysis.hub import Access
-    from ..analysis.text import TextSource
+    from ..checkpoint.hub import Access
     from ..convert.conversion import convert as run
     from ..convert.options import ConvertOptions
+    from ..text.sources import TextSource
 
     check_json(json, model, out)
     if evaluate is not None:

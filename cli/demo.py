@@ -24,7 +24,7 @@ def demo(
 
     Example: kvfold demo --out demo
     """
-    from ..finetune.demo import DemoOptions, run_demo
+    from .demonstration import DemoOptions, run_demo
 
     check_json(json)
     options = DemoOptions(calibrate_tokens, windows=windows, uptrain_tokens=uptrain_tokens, seed=seed)

@@ -27,8 +27,8 @@ def evaluate(
 
     Example: kvfold evaluate source/ folded/ --text docs --window 512 --windows 12
     """
-    from ..analysis.loading import Access
     from ..analysis.perplexity import evaluate as run
+    from ..checkpoint.loading import Access
 
     check_json(json, *models)
     results = run(models, text, window, windows, dtype, device, track, Access(revision, token, allow_pickle))

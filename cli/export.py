@@ -37,7 +37,7 @@ def export(
 
     Example: kvfold export folded/ plain/ --format native
     """
-    from ..analysis.loading import Access
+    from ..checkpoint.loading import Access
     from ..convert.export import ExportOptions
     from ..convert.export import export as run
 

@@ -32,7 +32,7 @@ def generate(
     from transformers import TextStreamer
 
     from ..analysis.generation import continue_text
-    from ..analysis.loading import Access, load
+    from ..checkpoint.loading import Access, load
 
     check_json(json, model)
     checkpoint = load(model, dtype, device, Access(revision, token, allow_pickle))

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..analysis.progress import Advance
+from ..checkpoint.progress import Advance
 from ..model import KvfoldError
 
 console = Console()

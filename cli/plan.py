@@ -40,11 +40,11 @@ def plan(
 
     Example: kvfold plan HuggingFaceTB/SmolLM2-135M-Instruct --cache-fraction 0.5 --out plan.yaml
     """
-    from ..analysis.hub import Access
     from ..analysis.plots import cost_curves
+    from ..checkpoint.atomic_output import disk_errors
+    from ..checkpoint.hub import Access
     from ..convert.options import ConvertOptions
-    from ..convert.planning import PlanOptions, make_plan
-    from ..convert.writing import disk_errors
+    from ..convert.planning.planner import PlanOptions, make_plan
     from ..model import KvfoldError
 
     check_json(json, model)

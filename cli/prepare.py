@@ -32,10 +32,10 @@ def prepare(
     check_json(json, out)
     from dataclasses import asdict
 
-    from ..analysis.hub import Access
-    from ..finetune.options import token_count
-    from ..finetune.prepare import SLIMPAJAMA, PrepareOptions
-    from ..finetune.prepare import prepare as run
+    from ..checkpoint.hub import Access
+    from ..checkpoint.option_checks import token_count
+    from ..text.prepare import SLIMPAJAMA, PrepareOptions
+    from ..text.prepare import prepare as run
 
     options = PrepareOptions(
         tokenizer=tokenizer,

@@ -65,8 +65,8 @@ def pretrain(
     check_json(json, out)
     from dataclasses import asdict
 
-    from ..analysis.hub import Access
-    from ..finetune.options import token_count
+    from ..checkpoint.hub import Access
+    from ..checkpoint.option_checks import token_count
     from ..finetune.pretrain import PretrainOptions
     from ..finetune.pretrain import pretrain as run
     from ..finetune.sizes import figures, size_named

@@ -36,8 +36,8 @@ def study(
     check_json(json, work)
     from dataclasses import asdict
 
-    from ..analysis.hub import Access
-    from ..finetune.options import token_count
+    from ..checkpoint.hub import Access
+    from ..checkpoint.option_checks import token_count
     from ..finetune.pretrain import PretrainOptions
     from ..finetune.sizes import size_named
     from ..finetune.study import PUBLISHED

@@ -94,10 +94,11 @@ def uptrain(
     Example: kvfold uptrain folded/ uptrained/ --text mine.jsonl --tokens 2M
     """
     check_json(json, model, out)
-    from ..analysis.hub import Access
-    from ..finetune.options import UptrainOptions, token_count
+    from ..checkpoint.hub import Access
+    from ..checkpoint.option_checks import token_count
     from ..finetune.trainable import LoraSettings
     from ..finetune.uptrain import uptrain as run
+    from ..finetune.uptrain_options import UptrainOptions
 
     options = UptrainOptions(
         texts=tuple(text or ()),

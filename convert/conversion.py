@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..analysis.hub import quiet
-from ..analysis.loading import DTYPES, Location, locate
-from ..analysis.progress import Track, silent
+from ..checkpoint.atomic_output import DiskError, copy_beside, disk_errors, require_free, require_room, whole_folder
+from ..checkpoint.hub import quiet
+from ..checkpoint.lazy_source import LazySource, Stored, finite
+from ..checkpoint.loading import DTYPES, Location, locate
+from ..checkpoint.progress import Track, silent
+from ..checkpoint.record import Recipe, describe_source
+from ..checkpoint.weight_shards import Tensor, shard_bytes, write_shards
 from ..model import Family, FoldedLayout, KvfoldError
 from ..model.family import FORMAT
+from .calibration import calibration_tokens, staged, with_texts
 from .folding import Folding
-from .methods import method
+from .layer_store import LayerStore
+from .methods.registry import method
 from .options import ConvertOptions, check_options
-from .plan import Plan
-from .planning import PlanOptions, plan_source
-from .reading import calibration_tokens, staged, with_texts
-from .recipe import Recipe, describe_source
-from .shards import Tensor, shard_bytes, write_shards
-from .source import LazySource, Stored, finite
-from .work import Work
-from .writing import DiskError, copy_beside, disk_errors, require_free, require_room, whole_folder
+from .planning.plan import Plan
+from .planning.planner import PlanOptions, plan_source
 
 TEXTS = "texts"
 
@@ -51,7 +51,7 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
     require_free(target, options.overwrite, Path(path).expanduser())
     started = time.monotonic()
     location = locate(path, options.access)
-    work = Work(target, _settings(location, options), options.resume)
+    work = LayerStore(target, _settings(location, options), options.resume)
     try:
         with disk_errors(target):
             source = LazySource(staged(location, work.folder / "source", options.dtype, options.access), options.device)
@@ -101,7 +101,7 @@ def _settings(location: Location, options: ConvertOptions) -> dict[str, Any]:
 
 def _plan(
     path: str, source: LazySource, described: dict[str, Any], tokens: torch.Tensor | None, options: ConvertOptions,
-    work: Work, track: Track,
+    work: LayerStore, track: Track,
 ) -> Plan | None:  # fmt: skip
     """The plan to be obeyed: that of the user, or one made now (or before an interruption)."""
     if options.auto_plan and tokens is not None:

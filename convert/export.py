@@ -13,13 +13,13 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
-from ..analysis.hub import DEFAULT_ACCESS, Access, quiet
-from ..analysis.loading import Checkpoint, load
-from ..analysis.progress import Track, silent
+from ..checkpoint.atomic_output import copy_beside, require_free, require_shard_size, whole_folder
+from ..checkpoint.hub import DEFAULT_ACCESS, Access, quiet
+from ..checkpoint.loading import Checkpoint, load
+from ..checkpoint.progress import Track, silent
 from ..model import KvfoldError, is_folded
 from ..model.errors import one_line
 from .native import native_model
-from .writing import copy_beside, require_free, require_shard_size, whole_folder
 
 PROBE = 32  # random tokens on which an export is held against its model
 

@@ -13,11 +13,15 @@ import torch
 
 from ..analysis.divergence import divergences
 from ..analysis.energy import WeightedLayer, weigh
-from ..analysis.loading import DTYPES
 from ..analysis.moments import moments_of_layer, unseen_directions
-from ..analysis.progress import Track
 from ..analysis.streaming import Stream
+from ..checkpoint.lazy_source import LazySource
+from ..checkpoint.loading import DTYPES
+from ..checkpoint.progress import Track
 from ..model import AttentionParts, AttentionTraits, Family, FoldedAttention, FoldedLayout, KvfoldError
+from .candidates import Way, layer_problem, ways
+from .layer_store import FOLDED, REFINED, LayerStore
+from .methods.base import FoldedWeights, Method
 from .options import (
     ConvertOptions,
     cache_dtype,
@@ -27,12 +31,8 @@ from .options import (
     latent_width,
     rounding_noise,
 )
-from .plan import Plan
-from .problem import FoldedWeights, Method
+from .planning.plan import Plan
 from .refine import recorded_outputs, refine_output
-from .source import LazySource
-from .ways import Way, layer_problem, ways
-from .work import FOLDED, REFINED, Work
 
 HELD_OUT_ROWS, HELD_OUT_TOKENS = 4, 2048  # at most, to compare the ways on; not calibrated on
 
@@ -50,7 +50,7 @@ class Folding:
     """
 
     def __init__(
-        self, source: LazySource, method: Method, options: ConvertOptions, work: Work, track: Track,
+        self, source: LazySource, method: Method, options: ConvertOptions, work: LayerStore, track: Track,
         plan: Plan | None = None,
     ) -> None:  # fmt: skip
         self.source, self.method, self.options, self.work, self.track = source, method, options, work, track

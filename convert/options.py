@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ..analysis.hub import DEFAULT_ACCESS, Access
-from ..analysis.loading import DTYPES, named_dtype
-from ..analysis.mixture import named_texts
 from ..analysis.moments import windows
+from ..checkpoint.atomic_output import require_shard_size
+from ..checkpoint.hub import DEFAULT_ACCESS, Access
+from ..checkpoint.loading import DTYPES, named_dtype
 from ..model import AttentionTraits, KvfoldError
 from ..model.layout import SPANS
-from .problem import Method
-from .writing import require_shard_size
+from ..text.mixture import named_texts
+from .methods.base import Method
 
 LONGEST_WINDOW = 2048  # tokens; the attention weights of a window are held as a matrix
 WINDOWS = 6  # at least, where the window's length is not given

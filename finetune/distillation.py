@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ..text.packing import IGNORED
 from .documents import document_inputs
-from .loss import IGNORED, LossWeights, TokenLosses, token_losses, vocabulary_loss
+from .loss import LossWeights, TokenLosses, token_losses, vocabulary_loss
 
 
 def teach(student: Any, teacher: Any, weights: LossWeights) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..analysis.logits import LOGITS_AT_ONCE, output_logits
-
-IGNORED = -100  # label of a position whose next token is not predicted, as transformers has it
+from ..text.packing import IGNORED
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,21 @@ from typing import Any
 
 import torch
 
-from ..analysis.loading import quiet
-from ..analysis.progress import Track, silent
-from ..convert.writing import require_free, whole_folder
+from ..checkpoint.atomic_output import require_free, whole_folder
+from ..checkpoint.loading import quiet
+from ..checkpoint.option_checks import require_least
+from ..checkpoint.progress import Track, silent
+from ..checkpoint.training_record import Pretrained
 from ..model import KvfoldError, Variant, variant_named
-from .data import Packed, tokenizer_identity
+from ..text.packing import Packed, tokenizer_identity
+from ..text.prepare import PrepareOptions, prepare
+from ..text.token_shards import TOKENIZER, Index, Sequences, is_prepared
+from ..text.tokenizers import named_tokenizer
 from .distillation import teach
 from .loss import LossWeights
-from .prepare import PrepareOptions, prepare
-from .pretrained import Pretrained
-from .run import RunOptions, require_least
+from .run_options import RunOptions
 from .session import Session, is_sharded, session
-from .shards import TOKENIZER, Index, Sequences, is_prepared
 from .sizes import Figures, Size, figures, model_config, new_model
-from .tokenizers import named_tokenizer
 from .training import (
     FoldedTrainer,
     Schedule,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from ..convert.unfinished import Unfinished
-from ..convert.writing import DiskError
+from ..checkpoint.atomic_output import DiskError
+from ..checkpoint.resuming import Unfinished
 
 
 @dataclass(frozen=True)

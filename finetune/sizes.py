@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import yaml
 
+from ..checkpoint.option_checks import token_count
 from ..model import KvfoldError, Variant, VariantAttention, is_folded
 from ..model.attention import FoldedAttention
 from ..model.errors import one_line
 from ..model.family import FORMAT
 from ..model.layout import FoldedLayout
 from ..model.qkv_gpt2 import QKV_GPT2, QkvGPT2Config
-from .options import token_count
 
 PRESETS = ("3m", "30m", "300m", "1.2b")
 CACHE_BYTES = 2  # of a cached number: 16 bits

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from ..analysis.loading import load
 from ..analysis.perplexity import CACHE_PROBE, cache_bytes_per_token
 from ..analysis.plots import degradations
-from ..analysis.progress import Track, silent
+from ..checkpoint.loading import load
+from ..checkpoint.progress import Track, silent
+from ..checkpoint.training_record import Pretrained, is_pretrained
 from ..model import VARIANTS, KvfoldError, variant_named
+from ..text.token_shards import Index, is_prepared
 from .pretrain import PretrainOptions, pretrain, shards_of
-from .pretrained import Pretrained, is_pretrained
-from .shards import Index, is_prepared
 from .sizes import CACHE_BYTES
 from .training import Watch
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..analysis.hub import Access
-from ..analysis.loading import Checkpoint, load
-from ..convert.recipe import describe_source
+from ..checkpoint.hub import Access
+from ..checkpoint.loading import Checkpoint, load
+from ..checkpoint.record import describe_source
 from ..model import KvfoldError, family_of
 
 

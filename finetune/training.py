@@ -16,12 +16,12 @@ import matplotlib.pyplot as plt
 import torch
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from ..analysis.loading import quiet
 from ..analysis.plots import training_curve
-from ..convert.writing import disk_errors
+from ..checkpoint.atomic_output import disk_errors
+from ..checkpoint.loading import quiet
 from ..model import KvfoldError, family_of
-from .data import Packed, collate
-from .utilisation import matmul_rate
+from ..text.packing import Packed, collate
+from .utilization import matmul_rate
 
 EVALUATIONS = 10  # in a run, where not said otherwise
 LOG, CURVE = "train_log.jsonl", "training.png"

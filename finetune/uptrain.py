@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from ..analysis.loading import DTYPES, Checkpoint, load, load_tokenizer, locate, quiet
-from ..analysis.mixture import WeightedText, named_texts, shares
-from ..analysis.progress import Track, silent
-from ..analysis.text import EVALUATE, TextSource
-from ..analysis.written import WRITTEN, Writer, usual_texts
-from ..convert.recipe import Recipe, describe_source, identity
-from ..convert.writing import copy_beside, require_free, whole_folder
+from ..checkpoint.atomic_output import copy_beside, require_free, whole_folder
+from ..checkpoint.loading import DTYPES, Checkpoint, load, load_tokenizer, locate, quiet
+from ..checkpoint.progress import Track, silent
+from ..checkpoint.record import Recipe, describe_source, identity
+from ..checkpoint.training_record import Pretrained, is_pretrained
 from ..model import KvfoldError, family_to_fold, is_folded
-from .data import Packed, Packing, packed_texts
+from ..text.generated import WRITTEN, Writer, usual_texts
+from ..text.mixture import WeightedText, named_texts, shares
+from ..text.packing import Packed, Packing, packed_texts
+from ..text.sources import EVALUATE, TextSource
 from .distillation import teach
-from .options import TOKENS, UptrainOptions
-from .pretrained import Pretrained, is_pretrained
 from .session import Session, is_sharded, session
 from .teacher import load_teacher, shard_teacher
 from .trainable import choose, share_frozen, trained_parameters
 from .training import EVALUATIONS, FoldedTrainer, Schedule, Watch, compile_layers, train, write_course
+from .uptrain_options import TOKENS, UptrainOptions
 
 
 class NoGain(KvfoldError):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from helpers import llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvfold.analysis import written
+from kvfold.text import generated as written
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -22,6 +23,12 @@ def written_text(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What models write themselves is kept for these tests only."""
     folder = tmp_path_factory.mktemp("written")
     written.cache_folder = lambda: folder
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is packed anew in each test: nothing of other runs is found, and nothing is left."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,9 +21,9 @@ from kvfold.analysis.moments import collect_moments
 from kvfold.analysis.perplexity import cache_bytes_per_token, evaluate
 from kvfold.analysis.redundancy import analyze
 from kvfold.analysis.report import Section, Table, write_report
-from kvfold.analysis.text import CALIBRATE, EVALUATE, TextSource, python_manual
 from kvfold.cli import main
 from kvfold.model import FoldedLayout, KvfoldError, family_of
+from kvfold.text.sources import CALIBRATE, EVALUATE, TextSource, python_manual
 
 
 @torch.no_grad()

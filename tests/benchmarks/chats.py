@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from kvfold.analysis.generation import continue_text
-from kvfold.analysis.loading import load
 from kvfold.analysis.moments import windows
-from kvfold.analysis.text import TextSource
-from kvfold.analysis.written import Writer
+from kvfold.checkpoint.loading import load
 from kvfold.cli.output import console, table
+from kvfold.text.generated import Writer
+from kvfold.text.sources import TextSource
 
 SEED = 77
 WINDOW = 512

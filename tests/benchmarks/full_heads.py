@@ -25,11 +25,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from kvfold.analysis.mixture import WeightedText
 from kvfold.analysis.perplexity import evaluate
 from kvfold.convert.conversion import convert
 from kvfold.convert.options import ConvertOptions
-from kvfold.finetune.data import Packing, collate, packed_texts
+from kvfold.text.mixture import WeightedText
+from kvfold.text.packing import Packing, collate, packed_texts
 
 WIDTH, HEADS, LAYERS, VOCABULARY, SEQUENCE, BATCH = 256, 8, 4, 4096, 256, 16
 

@@ -16,13 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvfold.analysis.loading import load
 from kvfold.analysis.moments import windows
 from kvfold.analysis.perplexity import evaluate_checkpoint
-from kvfold.analysis.text import TextSource
+from kvfold.checkpoint.loading import load
 from kvfold.convert.conversion import convert
 from kvfold.convert.options import ConvertOptions
 from kvfold.model import FoldedAttention
+from kvfold.text.sources import TextSource
 
 REFINE = 8.0  # minutes
 CACHE, MODEL = "bf16 cache", "bf16"  # what is rounded

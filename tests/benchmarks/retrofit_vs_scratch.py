@@ -19,17 +19,18 @@ from typing import Any
 import torch
 
 from kvfold.analysis.comparison import compare, write_comparison
-from kvfold.analysis.loading import load
 from kvfold.analysis.perplexity import negative_log_likelihood
 from kvfold.analysis.serving import Machine
+from kvfold.checkpoint.loading import load
+from kvfold.checkpoint.option_checks import token_count
 from kvfold.convert.conversion import convert
 from kvfold.convert.options import ConvertOptions
-from kvfold.finetune.options import UptrainOptions, token_count
-from kvfold.finetune.prepare import PrepareOptions, prepare
 from kvfold.finetune.pretrain import VALIDATION, PretrainOptions, pretrain
-from kvfold.finetune.shards import Index, Sequences
 from kvfold.finetune.sizes import size_named
 from kvfold.finetune.uptrain import uptrain
+from kvfold.finetune.uptrain_options import UptrainOptions
+from kvfold.text.prepare import PrepareOptions, prepare
+from kvfold.text.token_shards import Index, Sequences
 
 SHARES = (0.05, 0.1)
 

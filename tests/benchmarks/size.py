@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvfold.convert.shards import Tensor, write_shards
+from kvfold.checkpoint.weight_shards import Tensor, write_shards
 
 WORDS = 1000  # in the text to calibrate on
 

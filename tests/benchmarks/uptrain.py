@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvfold.convert.recipe import Recipe
+from kvfold.checkpoint.record import Recipe
 from kvfold.finetune.distillation import teach
 from kvfold.finetune.loss import LossWeights
-from kvfold.finetune.options import LEARNING_RATES
 from kvfold.finetune.trainable import WAYS, LoraSettings, choose, share_frozen
+from kvfold.finetune.uptrain_options import LEARNING_RATES
 from kvfold.model import family_of
 
 

@@ -245,31 +245,31 @@ def test_full_disk_is_noticed_before_writing(fails: Any, source: Path, monkeypat
 
 
 def test_disk_that_fills_while_writing(fails: Any, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvfold.convert.work import Work
+    from kvfold.convert.layer_store import LayerStore
 
     def fill(self: Any, index: int, folds: Any) -> None:
         self.layer(index).write_bytes(b"half of it")
         self.layer(index).rename(self.layer(index).with_suffix(".begun"))
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Work, "save_layer", fill)
+    monkeypatch.setattr(LayerStore, "save_layer", fill)
     fails(source, says="no space left")
 
 
 def test_interruption_before_anything_is_done(fails: Any, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvfold.convert.work import Work
+    from kvfold.convert.layer_store import LayerStore
 
-    monkeypatch.setattr(Work, "save_layer", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(LayerStore, "save_layer", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     fails(source, says="nterrupted")
 
 
 def test_interruption_keeps_what_was_to_be_overwritten(
     fails: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvfold.convert.work import Work
+    from kvfold.convert.layer_store import LayerStore
 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("keep")
-    monkeypatch.setattr(Work, "save_layer", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(LayerStore, "save_layer", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     fails(source, "--overwrite", says="nterrupted")
     assert (tmp_path / "out" / "precious").read_text() == "keep"

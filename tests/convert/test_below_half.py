@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 from kvfold.analysis.divergence import divergences
 from kvfold.analysis.rotation import QueryMoments
-from kvfold.analysis.written import write_text
 from kvfold.convert.conversion import convert
+from kvfold.convert.methods.key_windows import even_groups
 from kvfold.convert.native import native_model
 from kvfold.convert.options import ConvertOptions
 from kvfold.convert.refine import OutputRegression
-from kvfold.convert.windows import even_groups
 from kvfold.model import KvfoldError
+from kvfold.text.generated import write_text
 
 HALF = 4  # frequency pairs of the small model's heads
 

@@ -14,12 +14,12 @@ from helpers import llama, mistral, randomize, relative
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from kvfold.analysis.divergence import divergences
-from kvfold.analysis.written import WRITTEN, write_text
-from kvfold.convert import reading
+from kvfold.convert import calibration as reading
 from kvfold.convert.conversion import convert
-from kvfold.convert.methods import METHODS
+from kvfold.convert.methods.registry import METHODS
 from kvfold.convert.options import ConvertOptions, cache_dtype, rounding_noise
 from kvfold.model import family_of
+from kvfold.text.generated import WRITTEN, write_text
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import torch
 import yaml
 from helpers import llama, mistral
 
-from kvfold.convert.allocation import CostPoint, allocate, interpolate
 from kvfold.convert.conversion import convert
 from kvfold.convert.options import ConvertOptions
-from kvfold.convert.plan import Plan
-from kvfold.convert.planning import PlanOptions, make_plan
+from kvfold.convert.planning.allocation import CostPoint, allocate, interpolate
+from kvfold.convert.planning.plan import Plan
+from kvfold.convert.planning.planner import PlanOptions, make_plan
 from kvfold.model import KvfoldError
 
 

@@ -14,18 +14,18 @@ from helpers import relative
 from transformers import AutoModelForCausalLM
 
 from kvfold.analysis.energy import weigh
-from kvfold.analysis.loading import load, locate
 from kvfold.analysis.moments import collect_moments, moments_of_layer
 from kvfold.analysis.streaming import Stream
-from kvfold.analysis.text import TextSource
-from kvfold.convert.closed_form import fold
+from kvfold.checkpoint.lazy_source import LazySource
+from kvfold.checkpoint.loading import load, locate
 from kvfold.convert.conversion import convert
+from kvfold.convert.layer_store import LayerStore
+from kvfold.convert.methods.base import LayerProblem
+from kvfold.convert.methods.closed_form import fold
+from kvfold.convert.methods.key_windows import full_windows
 from kvfold.convert.options import ConvertOptions, rounding_noise
-from kvfold.convert.problem import LayerProblem
-from kvfold.convert.source import LazySource
-from kvfold.convert.windows import full_windows
-from kvfold.convert.work import Work
 from kvfold.model import KvfoldError, family_of
+from kvfold.text.sources import TextSource
 
 
 @pytest.fixture
@@ -51,15 +51,15 @@ def test_goes_on_after_an_interruption(
     convert(str(source), str(tmp_path / "whole"), options)
 
     folded: list[int] = []
-    save = Work.save_layer
+    save = LayerStore.save_layer
 
-    def interrupt_after(self: Work, index: int, folds: Any) -> None:
+    def interrupt_after(self: LayerStore, index: int, folds: Any) -> None:
         save(self, index, folds)
         folded.append(index)
         if index == layer:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Work, "save_layer", interrupt_after)
+    monkeypatch.setattr(LayerStore, "save_layer", interrupt_after)
     with pytest.raises(KeyboardInterrupt):
         convert(str(source), str(tmp_path / "out"), options)
     assert not (tmp_path / "out").exists()
@@ -114,16 +114,16 @@ def test_a_full_disk_keeps_what_is_done(
 def test_one_conversion_at_a_time(
     source: Path, tmp_path: Path, options: ConvertOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save, refused = Work.save_layer, []
+    save, refused = LayerStore.save_layer, []
 
-    def begin_another(self: Work, index: int, folds: Any, stage: str = "layer") -> None:
+    def begin_another(self: LayerStore, index: int, folds: Any, stage: str = "layer") -> None:
         for resume in (False, True):
             with pytest.raises(KvfoldError, match=r"another conversion to .* is under way"):
                 convert(str(source), str(tmp_path / "out"), replace(options, resume=resume))
             refused.append(index)
         save(self, index, folds)
 
-    monkeypatch.setattr(Work, "save_layer", begin_another)
+    monkeypatch.setattr(LayerStore, "save_layer", begin_another)
     convert(str(source), str(tmp_path / "out"), options)
     assert len(refused) == 6
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -135,14 +135,14 @@ def test_one_conversion_at_a_time(
 def test_damaged_remains_are_said_and_left_behind(
     source: Path, tmp_path: Path, options: ConvertOptions, monkeypatch: pytest.MonkeyPatch, damaged: str
 ) -> None:
-    save = Work.save_layer
+    save = LayerStore.save_layer
 
-    def interrupt(self: Work, index: int, folds: Any) -> None:
+    def interrupt(self: LayerStore, index: int, folds: Any) -> None:
         save(self, index, folds)
         if index == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Work, "save_layer", interrupt)
+    monkeypatch.setattr(LayerStore, "save_layer", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(str(source), str(tmp_path / "out"), options)
     monkeypatch.undo()

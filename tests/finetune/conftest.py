@@ -6,18 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from kvfold.convert.conversion import convert
 from kvfold.convert.options import ConvertOptions
-from kvfold.finetune.options import UptrainOptions
-
-
-@pytest.fixture(autouse=True)
-def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of other runs is found, and nothing is left."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+from kvfold.finetune.uptrain_options import UptrainOptions
 
 
 @pytest.fixture(scope="session")

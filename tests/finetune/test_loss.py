@@ -10,7 +10,8 @@ from families import FAMILIES
 from torch.nn.functional import cross_entropy, kl_div
 
 from kvfold.finetune import loss as chunked
-from kvfold.finetune.loss import IGNORED, LossWeights, token_losses, vocabulary_loss
+from kvfold.finetune.loss import LossWeights, token_losses, vocabulary_loss
+from kvfold.text.packing import IGNORED
 
 TOKENS, WIDTH = 103, 48  # more tokens than a head is wide: two chunks and a rest at least
 

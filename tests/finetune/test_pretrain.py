@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvfold.analysis.comparison import compare, write_comparison
 from kvfold.analysis.perplexity import evaluate
 from kvfold.analysis.serving import Machine, serving
+from kvfold.checkpoint.training_record import Pretrained
 from kvfold.convert.conversion import convert
 from kvfold.convert.options import ConvertOptions
-from kvfold.finetune.options import UptrainOptions
 from kvfold.finetune.pretrain import PretrainOptions, pretrain
-from kvfold.finetune.pretrained import Pretrained
 from kvfold.finetune.sizes import Size, size_named
 from kvfold.finetune.study import Column, study
 from kvfold.finetune.training import LEARNED_POSITIONS, Moment
 from kvfold.finetune.uptrain import uptrain
+from kvfold.finetune.uptrain_options import UptrainOptions
 from kvfold.model import VARIANTS, KvfoldError
 
 TINY: dict[str, Any] = {

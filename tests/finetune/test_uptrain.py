@@ -21,14 +21,15 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kvfold.analysis import written
-from kvfold.convert.recipe import Recipe
+from kvfold.checkpoint.option_checks import token_count
+from kvfold.checkpoint.record import Recipe
 from kvfold.finetune import training
-from kvfold.finetune.options import UptrainOptions, token_count
 from kvfold.finetune.trainable import ADAPTED, folded_layers
 from kvfold.finetune.training import Moment, last_checkpoint, write_course
 from kvfold.finetune.uptrain import NoGain, tokens_seen, uptrain
+from kvfold.finetune.uptrain_options import UptrainOptions
 from kvfold.model import KvfoldError
+from kvfold.text import generated as written
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,1 @@
+"""Plans: how much of a cache budget each layer gets."""
