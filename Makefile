@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/kvfold demo --out demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: .venv/ready
 	$(BIN)/python -m pytest -m slow
@@ -16,7 +16,7 @@ test-slow: .venv/ready
 lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy kvfold model analysis convert finetune cli
+	$(BIN)/python tests/type_check.py
 
 format: .venv/ready
 	$(BIN)/ruff format .

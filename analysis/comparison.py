@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,17 +12,16 @@ from matplotlib.figure import Figure
 
 from ..checkpoint.loading import DEFAULT_ACCESS, Access, load
 from ..checkpoint.progress import Track, silent
+from ..checkpoint.record import record_entries
 from ..text.sources import TextSource
 from .perplexity import Evaluation, evaluate_checkpoint, first_windows
 from .plots import frontier
 from .report import Section, Table, write_report
 from .serving import BYTES, Machine, Serving, serving
 
-RECIPE = "kvfold.json"
-
 
 @dataclass(frozen=True)
-class Made:
+class Provenance:
     """How a model came about.
 
     Attributes:
@@ -47,7 +45,7 @@ class Compared:
     """
 
     evaluation: Evaluation
-    made: Made
+    made: Provenance
     cached_numbers: float
     ratio: float | None
     serving: Serving
@@ -56,25 +54,24 @@ class Compared:
         return asdict(self)
 
 
-def made(folder: Path, parameters: int) -> Made:
+def made(folder: Path, parameters: int) -> Provenance:
     """What a checkpoint's ``kvfold.json`` tells of how it was made; without one it is a source.
 
     A step of uptraining is 6 operations for each parameter and token, and 2 for its teacher, which is of about the
     same size.
     """
-    try:
-        recipe: dict[str, Any] = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return Made("source", "", None, None)
+    recipe = record_entries(folder)
+    if recipe is None:
+        return Provenance("source", "", None, None)
     runs = recipe.get("uptraining") or []
     tokens = sum(run["tokens_trained"] for run in runs)
     flops = float(sum(run["tokens_trained"] * parameters * (8 if run.get("teacher") else 6) for run in runs))
     after = "".join(f", uptrained ({run['train']}) on {run['tokens_trained']:,} tokens" for run in runs)
     if recipe.get("made_by") == "pretrain":
         how = f"{recipe['variant']}, {recipe['key_value_heads']} KV heads{after}"
-        return Made("scratch", how, recipe["tokens_trained"] + tokens, recipe["flops"] + flops)
+        return Provenance("scratch", how, recipe["tokens_trained"] + tokens, recipe["flops"] + flops)
     how = f"{recipe['method']}, span {recipe['span']}{after}"
-    return Made("uptrained" if runs else "converted", how, tokens, flops)
+    return Provenance("uptrained" if runs else "converted", how, tokens, flops)
 
 
 def compare(

@@ -22,6 +22,7 @@ from ..model import KvfoldError, family_to_fold, is_folded, require_known
 from ..model.errors import one_line
 from .encoders import ENCODERS, is_encoder
 from .hub import DEFAULT_ACCESS, SMALL_FILES, Access, fetch, is_hub_id, on_hub, quiet
+from .record import record_entries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEADS_MAY_DIFFER = ("missing_keys", "unexpected_keys")
@@ -185,7 +186,7 @@ def _shards(index: Path) -> list[str]:
 def _recipe_in_short(folder: Path) -> str:
     """What ``kvfold.json`` tells, in brackets; nothing where it is missing or not what it should be."""
     try:
-        recipe = json.loads((folder / "kvfold.json").read_text(encoding="utf-8"))
+        recipe = record_entries(folder) or {}
         source, fraction = one_line(ValueError(recipe["source"]["path"])), f"{recipe['cache_fraction']:.4g}"
         return f" ({recipe['method']}, span {recipe['span']}, cache fraction {fraction}, from {source})"
     except (OSError, ValueError, KeyError, TypeError):

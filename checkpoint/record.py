@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,6 @@ from jinja2 import Environment
 
 from ..model import KvfoldError
 from ..model.errors import one_line
-from .loading import is_hub_id, weight_files
 
 FORMAT = 1
 RECIPE = "kvfold.json"
@@ -73,6 +71,15 @@ def read_record(kind: type[Record], folder: Path) -> Record:
         raise KvfoldError(f"{folder / RECIPE} is missing or damaged: {one_line(error)}") from error
 
 
+def record_entries(folder: Path) -> dict[str, Any] | None:
+    """The entries of ``kvfold.json``, whichever record it is; None where it is missing or damaged."""
+    try:
+        entries = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return entries if isinstance(entries, dict) else None
+
+
 def write_record(record: Any, folder: Path, package: str, **named: Any) -> None:
     """Write a dataclass as ``kvfold.json``, and the model card of ``package``, which knows it by the name given."""
     (folder / RECIPE).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
@@ -85,30 +92,3 @@ def versions() -> dict[str, str]:
     """Versions of what did the work."""
     packages = ("kvfold", "torch", "transformers", "safetensors", "numpy", "scipy")
     return {"python": platform.python_version(), **{package: version(package) for package in packages}}
-
-
-def identity(described: dict[str, Any]) -> str:
-    """What tells a described source from all others: of the commit on the Hub, or the hash of its weights."""
-    return (described.get("sha256") or described["revision"])[:32]
-
-
-def describe_source(path: str, folder: Path, config: Any) -> dict[str, Any]:
-    """Name a source so that it can be told from another: Hub id and commit, or the hash of its weight files.
-
-    Args:
-        path: what the user gave. folder: where its files lie (see ``Checkpoint``). config: of the source.
-    """
-    entry: dict[str, Any] = {"path": path, "model_type": config.model_type}
-    if is_hub_id(path):
-        entry["revision"] = folder.name
-        return entry
-    gguf = path.endswith(".gguf")
-    named = getattr(config, "transformers_weights", None)
-    weights = [Path(path).expanduser()] if gguf else weight_files(folder, named)
-    digest = hashlib.sha256()
-    for file in weights:
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-    entry["sha256"] = digest.hexdigest()
-    return entry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from ..model import KvfoldError
-from .atomic_output import disk_errors
+from .atomic_output import DiskError, disk_errors
 
 
 class Unfinished:
@@ -63,6 +63,30 @@ class Unfinished:
         self._lock.release()
         for left in (self.folder, *self.folder.parent.glob(f".{self._out.name}.partial-*")):
             shutil.rmtree(left, ignore_errors=True)
+
+    @contextmanager
+    def kept_where_worthwhile(self, begun: Callable[[], bool], kept: str = "", inputs: bool = True) -> Iterator[None]:
+        """Discard the folder when the block ends well; after an error keep it where there is something to go on from.
+
+        Args:
+            begun: whether there is. kept: what that is, to be named in the message of a full disk.
+            inputs: bad input, a ``KvfoldError`` other than of the disk, means that the work was asked for in vain.
+
+        Raises:
+            DiskError: for a full disk, with what is kept.
+        """
+        try:
+            yield
+        except BaseException as error:
+            in_vain = inputs and isinstance(error, KvfoldError) and not isinstance(error, DiskError)
+            if in_vain or not begun():
+                self.discard()
+                raise
+            self.close()
+            if kept and isinstance(error, DiskError):
+                raise DiskError(f"{error}; {kept} is kept, and --resume goes on from it") from error
+            raise
+        self.discard()
 
     def close(self) -> None:
         """Leave the folder for later work to go on from."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .record import FORMAT, RECIPE, read_record, versions, write_record
+from .record import FORMAT, read_record, record_entries, versions, write_record
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,4 @@ class Pretrained:
 
 def is_pretrained(folder: Path) -> bool:
     """Whether a folder holds a model that ``pretrain`` has made."""
-    try:
-        return json.loads((folder / RECIPE).read_text(encoding="utf-8")).get("made_by") == "pretrain"
-    except (OSError, ValueError, AttributeError):
-        return False
+    return (record_entries(folder) or {}).get("made_by") == "pretrain"

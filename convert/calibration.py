@@ -16,7 +16,7 @@ from ..checkpoint.hub import DEFAULT_ACCESS, Access, quiet
 from ..checkpoint.lazy_source import LazySource, Stored
 from ..checkpoint.loading import Location, load, load_tokenizer, locate
 from ..checkpoint.progress import Track
-from ..checkpoint.record import identity
+from ..checkpoint.source_identity import identity
 from ..text.generated import Writer, usual_texts
 from ..text.mixture import mixed_tokens, named_texts
 from .options import ConvertOptions, calibration_window

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..checkpoint.atomic_output import DiskError, copy_beside, disk_errors, require_free, require_room, whole_folder
+from ..checkpoint.atomic_output import copy_beside, disk_errors, require_free, require_room, whole_folder
 from ..checkpoint.hub import quiet
 from ..checkpoint.lazy_source import LazySource, Stored, finite
 from ..checkpoint.loading import DTYPES, Location, locate
 from ..checkpoint.progress import Track, silent
-from ..checkpoint.record import Recipe, describe_source
+from ..checkpoint.record import Recipe
+from ..checkpoint.source_identity import describe_source
 from ..checkpoint.weight_shards import Tensor, shard_bytes, write_shards
-from ..model import Family, FoldedLayout, KvfoldError
-from ..model.family import FORMAT
 from .calibration import calibration_tokens, staged, with_texts
 from .folding import Folding
 from .layer_store import LayerStore
@@ -52,39 +51,28 @@ def convert(path: str, out: str, options: ConvertOptions, track: Track = silent)
     started = time.monotonic()
     location = locate(path, options.access)
     work = LayerStore(target, _settings(location, options), options.resume)
-    try:
-        with disk_errors(target):
-            source = LazySource(staged(location, work.folder / "source", options.dtype, options.access), options.device)
-            require_room(target, _room(source, options))
-            described = describe_source(path, location.folder, source.config)
-            tokens = None
-            if chosen.needs_text:
-                known = tuple(work.recall(TEXTS) or options.calibrate)
-                options = with_texts(replace(options, calibrate=known), source)
-                work.remember(TEXTS, options.calibrate)
-                tokens = calibration_tokens(source, described, options, track)
-            plan = _plan(path, source, described, tokens, options, work, track)
-            folding = Folding(source, chosen, options, work, track, plan)
-            if tokens is None:
-                folding.without_text()
-            else:
-                folding.with_text(tokens)
-            with whole_folder(target) as folder:
-                _write(folder, source, folding, options, track)
-                recipe = _recipe(described, folding, options, time.monotonic() - started)
-                if plan is not None:
-                    plan.write(folder / "plan.yaml")
-                recipe.write(folder)
-    except BaseException as error:
-        # What was done is worth keeping unless it was asked for in vain.
-        if not work.begun() or (isinstance(error, KvfoldError) and not isinstance(error, DiskError)):
-            work.discard()
-            raise
-        work.close()
-        if isinstance(error, DiskError):
-            raise DiskError(f"{error}; what is done so far is kept, and --resume goes on from it") from error
-        raise
-    work.discard()
+    with work.kept_where_worthwhile(work.begun, "what is done so far"), disk_errors(target):
+        source = LazySource(staged(location, work.folder / "source", options.dtype, options.access), options.device)
+        require_room(target, _room(source, options))
+        described = describe_source(path, location.folder, source.config)
+        tokens = None
+        if chosen.needs_text:
+            known = tuple(work.recall(TEXTS) or options.calibrate)
+            options = with_texts(replace(options, calibrate=known), source)
+            work.remember(TEXTS, options.calibrate)
+            tokens = calibration_tokens(source, described, options, track)
+        plan = _plan(path, source, described, tokens, options, work, track)
+        folding = Folding(source, chosen, options, work, track, plan)
+        if tokens is None:
+            folding.without_text()
+        else:
+            folding.with_text(tokens)
+        with whole_folder(target) as folder:
+            _write(folder, source, folding, options, track)
+            recipe = _recipe(described, folding, options, time.monotonic() - started)
+            if plan is not None:
+                plan.write(folder / "plan.yaml")
+            recipe.write(folder)
     return Conversion(target, recipe)
 
 
@@ -128,10 +116,12 @@ def _room(source: LazySource, options: ConvertOptions) -> int:
 
 def _write(folder: Path, source: LazySource, folding: Folding, options: ConvertOptions, track: Track) -> None:
     """Write the converted checkpoint: the folded layers, all else as the source has it, and what lies beside."""
-    config = folded_config(source.family, source.config, [layout for layout, *_ in folding.described()])
+    family, layouts = source.family, [layout for layout, *_ in folding.described()]
+    config = family.folded_config(source.config, layouts, auto_map=family.auto_map())
+    config._name_or_path = ""
     config.dtype = folding.dtype
     with torch.device("meta"), quiet():
-        model = source.family.model_class(config)
+        model = family.model_class(config)
     config.architectures = [type(model).__name__]
     custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
@@ -158,17 +148,6 @@ def _tensors(source: LazySource, folding: Folding, options: ConvertOptions) -> l
 
 def _read(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
     return finite(stored, stored.read()).to(dtype)
-
-
-def folded_config(family: Family, config: Any, layouts: list[FoldedLayout]) -> Any:
-    """The source's config with the folded layouts in it."""
-    entries = config.to_dict()
-    for name in ("model_type", "architectures", "transformers_version", "auto_map"):
-        entries.pop(name, None)
-    kvfold = {"format": FORMAT, "layers": [layout.to_dict() for layout in layouts]}
-    folded = family.config_class(**entries, kvfold=kvfold, auto_map=family.auto_map())
-    folded._name_or_path = ""
-    return folded
 
 
 def _recipe(described: dict[str, Any], folding: Folding, options: ConvertOptions, seconds: float) -> Recipe:

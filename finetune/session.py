@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from ..checkpoint.atomic_output import DiskError
 from ..checkpoint.resuming import Unfinished
 
 
@@ -42,28 +41,17 @@ def session(target: Path, settings: dict[str, Any], resume: bool, device: str, w
     if processes.is_main_process:
         unfinished = Unfinished(target, settings, resume, what)
     processes.wait_for_everyone()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of peft's use of transformers, and the like
-            yield Session(processes, target.parent / f".{target.name}.unfinished", unfinished)
-    except BaseException as error:
-        if unfinished is not None:
-            _leave(unfinished, error)
-        raise
+    keeping: AbstractContextManager[None] = nullcontext()
     if unfinished is not None:
-        unfinished.discard()
+        folder = unfinished.folder
+        keeping = unfinished.kept_where_worthwhile(
+            lambda: any(folder.glob("checkpoint-*")), "the last checkpoint", inputs=False
+        )
+    with keeping, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of peft's use of transformers, and the like
+        yield Session(processes, target.parent / f".{target.name}.unfinished", unfinished)
 
 
 def is_sharded(fsdp: bool) -> bool:
     """Whether parameters are spread over the processes: torchrun with --fsdp, or accelerate's config asks for it."""
     return fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-
-
-def _leave(unfinished: Unfinished, error: BaseException) -> None:
-    """Keep what is worth going on from: there is a checkpoint. Raises DiskError with that said, for a full disk."""
-    if not any(unfinished.folder.glob("checkpoint-*")):
-        unfinished.discard()
-        return
-    unfinished.close()
-    if isinstance(error, DiskError):
-        raise DiskError(f"{error}; the last checkpoint is kept, and --resume goes on from it") from error

@@ -15,7 +15,6 @@ from ..checkpoint.option_checks import token_count
 from ..model import KvfoldError, Variant, VariantAttention, is_folded
 from ..model.attention import FoldedAttention
 from ..model.errors import one_line
-from ..model.family import FORMAT
 from ..model.layout import FoldedLayout
 from ..model.qkv_gpt2 import QKV_GPT2, QkvGPT2Config
 
@@ -135,8 +134,7 @@ def model_config(size: Size, variant: Variant, key_value_heads: int, vocabulary:
         return QkvGPT2Config(variant=variant.name, **common)
     width = key_value_heads * (size.width // size.heads)
     layout = FoldedLayout(width, key_value_heads, key_value_heads, span="head", key_span="head")
-    kvfold = {"format": FORMAT, "layers": [layout.to_dict()] * size.layers}
-    return QKV_GPT2.config_class(**common, kvfold=kvfold)
+    return QKV_GPT2.config_with([layout] * size.layers, **common)
 
 
 def new_model(config: Any) -> Any:

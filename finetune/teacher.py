@@ -7,7 +7,7 @@ from typing import Any
 
 from ..checkpoint.hub import Access
 from ..checkpoint.loading import Checkpoint, load
-from ..checkpoint.record import describe_source
+from ..checkpoint.source_identity import describe_source
 from ..model import KvfoldError, family_of
 
 

@@ -16,7 +16,8 @@ from transformers import AutoConfig
 from ..checkpoint.atomic_output import copy_beside, require_free, whole_folder
 from ..checkpoint.loading import DTYPES, Checkpoint, load, load_tokenizer, locate, quiet
 from ..checkpoint.progress import Track, silent
-from ..checkpoint.record import Recipe, describe_source, identity
+from ..checkpoint.record import Recipe
+from ..checkpoint.source_identity import describe_source, identity
 from ..checkpoint.training_record import Pretrained, is_pretrained
 from ..model import KvfoldError, family_to_fold, is_folded
 from ..text.generated import WRITTEN, Writer, usual_texts

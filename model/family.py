@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,18 @@ class Family:
     def folded_model_type(self) -> str:
         """That of its converted checkpoints."""
         return f"kvfold_{self.model_type}"
+
+    def config_with(self, layouts: Sequence[FoldedLayout], **entries: Any) -> Any:
+        """A folded config with these layouts, one for each layer, and the entries of the family's own config."""
+        make: Any = self.config_class  # its classes are made at run time
+        return make(**entries, kvfold={"format": FORMAT, "layers": [layout.to_dict() for layout in layouts]})
+
+    def folded_config(self, config: PreTrainedConfig, layouts: Sequence[FoldedLayout], **changes: Any) -> Any:
+        """A source's config with these layouts, one for each layer, in it."""
+        entries = config.to_dict()
+        for name in ("model_type", "architectures", "transformers_version", "auto_map"):
+            entries.pop(name, None)
+        return self.config_with(layouts, **(entries | changes))
 
     def attentions(self, model: Any) -> list[Any]:
         """The attention module of every layer of ``model`` (causal-LM or base), in order."""

@@ -26,9 +26,9 @@ def written_text(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text is packed anew in each test: nothing of other runs is found, and nothing is left."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from kvfold.model import FoldedLayout, family_of, variant_named
-from kvfold.model.family import FORMAT
 from kvfold.model.qkv_gpt2 import QkvGPT2Config, QkvGPT2LMHeadModel
 
 
@@ -65,10 +64,7 @@ def study_model(variant: str = "qkv", **changes: object) -> Any:
 def with_layouts(source: Any, layouts: list[FoldedLayout], seed: int = 1) -> Any:
     """A folded model with random weights and these layouts, in the source's family and sizes."""
     family = family_of(source.config)
-    entries = source.config.to_dict()
-    for name in ("model_type", "architectures", "transformers_version"):
-        entries.pop(name, None)
-    config = family.config_class(**entries, kvfold={"format": FORMAT, "layers": [each.to_dict() for each in layouts]})
+    config = family.folded_config(source.config, layouts)
     config._attn_implementation = source.config._attn_implementation
     return randomize(family.model_class(config), seed)
 

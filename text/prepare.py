@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint.atomic_output import DiskError, disk_errors, require_free, whole_folder
+from ..checkpoint.atomic_output import disk_errors, require_free, whole_folder
 from ..checkpoint.hub import DEFAULT_ACCESS, Access
 from ..checkpoint.option_checks import require_least
 from ..checkpoint.progress import Track, silent
@@ -71,20 +71,12 @@ def prepare(text: str, out: str, options: PrepareOptions, track: Track = silent)
     for name in ("overwrite", "resume", "access", "workers"):
         del settings[name]
     unfinished = Unfinished(target, settings, options.resume, "preparation")
-    try:
+    with unfinished.kept_where_worthwhile(lambda: bool(unfinished.recall("progress"))):
         index = _Preparation(source, options, unfinished, track).run()
         with whole_folder(target) as folder:
             for path in [*unfinished.folder.glob("*.safetensors"), unfinished.folder / TOKENIZER]:
                 path.rename(folder / path.name)
             index.write(folder)
-    except BaseException as error:
-        worth_going_on = isinstance(error, DiskError) or not isinstance(error, KvfoldError)
-        if worth_going_on and unfinished.recall("progress"):
-            unfinished.close()
-        else:
-            unfinished.discard()
-        raise
-    unfinished.discard()
     return index
 
 

@@ -12,7 +12,7 @@ import torch
 from ...checkpoint.lazy_source import LazySource
 from ...checkpoint.loading import locate
 from ...checkpoint.progress import Track, silent
-from ...checkpoint.record import describe_source
+from ...checkpoint.source_identity import describe_source
 from ...model import AttentionTraits, KvfoldError
 from ..calibration import calibration_tokens, staged, with_texts
 from ..methods.closed_form import CALIBRATED

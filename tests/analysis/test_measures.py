@@ -15,7 +15,6 @@ from helpers import llama, with_layouts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.analysis import divergence
-from kvfold.analysis import text as text_module
 from kvfold.analysis.energy import weigh
 from kvfold.analysis.moments import collect_moments
 from kvfold.analysis.perplexity import cache_bytes_per_token, evaluate
@@ -23,6 +22,7 @@ from kvfold.analysis.redundancy import analyze
 from kvfold.analysis.report import Section, Table, write_report
 from kvfold.cli import main
 from kvfold.model import FoldedLayout, KvfoldError, family_of
+from kvfold.text import sources as text_module
 from kvfold.text.sources import CALIBRATE, EVALUATE, TextSource, python_manual
 
 

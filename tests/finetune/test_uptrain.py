@@ -269,7 +269,7 @@ def test_stops_early_and_keeps_the_best(folded: Path, text_file: Path, tmp_path:
 
 def test_no_better_than_before(folded: Path, tmp_path: Path, options: Any) -> None:
     with pytest.raises(NoGain, match="nothing was better than the start"):
-        uptrain(str(folded), str(tmp_path / "out"), options(learning_rate=5.0, warmup=0.0))
+        uptrain(str(folded), str(tmp_path / "out"), options(learning_rate=0.5, warmup=0.0))
     assert not (tmp_path / "out").exists()
 
 

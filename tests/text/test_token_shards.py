@@ -14,8 +14,8 @@ import torch
 from safetensors.numpy import load_file
 from torch.utils.data import DataLoader, DistributedSampler
 
-from kvfold.finetune import prepare as preparing
 from kvfold.model import KvfoldError
+from kvfold.text import prepare as preparing
 from kvfold.text.packing import collate, tokenizer_identity
 from kvfold.text.prepare import PrepareOptions, prepare
 from kvfold.text.token_shards import TOKENIZER, Index, Sequences, write_shard
