@@ -16,6 +16,11 @@ from ..model import KvfoldError
 from .atomic_output import DiskError, disk_errors
 
 
+def unfinished_folder(out: Path) -> Path:
+    """Where unfinished work on ``out`` is kept."""
+    return out.parent / f".{out.name}.unfinished"
+
+
 class Unfinished:
     """The folder ``.OUT.unfinished``.
 
@@ -27,7 +32,7 @@ class Unfinished:
     """
 
     def __init__(self, out: Path, settings: dict[str, Any], resume: bool, what: str) -> None:
-        self.folder = out.parent / f".{out.name}.unfinished"
+        self.folder = unfinished_folder(out)
         self._out, self._what = out, what
         told = self.folder / "settings.json"
         settings = json.loads(json.dumps(settings))

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .record import FORMAT, read_record, record_entries, versions, write_record
+from .record import FORMAT, ModelRecord, record_entries, versions
 
 
 @dataclass(frozen=True)
-class Pretrained:
+class Pretrained(ModelRecord):
     """The record of a training from scratch.
 
     Attributes:
@@ -19,6 +19,8 @@ class Pretrained:
         tokens: trained on until the weights that were kept; ``tokens_trained``: in all. flops: of training, counted
             (see ``sizes.Figures``). perplexity: on held-out text. seconds: it took. uptraining: runs that came after.
     """
+
+    card = "training_card.md.jinja"
 
     variant: str
     key_value_heads: int
@@ -40,15 +42,6 @@ class Pretrained:
     made_by: str = "pretrain"
     format: int = FORMAT
     versions: dict[str, str] = field(default_factory=lambda: versions())
-
-    @classmethod
-    def read(cls, folder: Path) -> Pretrained:
-        """Read ``kvfold.json``; see ``read_record``."""
-        return read_record(cls, folder)
-
-    def write(self, folder: Path) -> None:
-        """Write ``kvfold.json`` and the model card ``README.md``."""
-        write_record(self, folder, "kvfold.finetune", made=self)
 
 
 def is_pretrained(folder: Path) -> bool:

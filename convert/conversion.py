@@ -118,7 +118,6 @@ def _write(folder: Path, source: LazySource, folding: Folding, options: ConvertO
     """Write the converted checkpoint: the folded layers, all else as the source has it, and what lies beside."""
     family, layouts = source.family, [layout for layout, *_ in folding.described()]
     config = family.folded_config(source.config, layouts, auto_map=family.auto_map())
-    config._name_or_path = ""
     config.dtype = folding.dtype
     with torch.device("meta"), quiet():
         model = family.model_class(config)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from ..checkpoint.resuming import Unfinished
+from ..checkpoint.resuming import Unfinished, unfinished_folder
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,18 @@ def session(target: Path, settings: dict[str, Any], resume: bool, device: str, w
         KvfoldError: where the work that lies there had other settings.
     """
     processes = PartialState(cpu=torch.device(device).type == "cpu")
-    unfinished = None
+    folder, unfinished = unfinished_folder(target), None
     if processes.is_main_process:
         unfinished = Unfinished(target, settings, resume, what)
     processes.wait_for_everyone()
     keeping: AbstractContextManager[None] = nullcontext()
     if unfinished is not None:
-        folder = unfinished.folder
         keeping = unfinished.kept_where_worthwhile(
             lambda: any(folder.glob("checkpoint-*")), "the last checkpoint", inputs=False
         )
     with keeping, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of peft's use of transformers, and the like
-        yield Session(processes, target.parent / f".{target.name}.unfinished", unfinished)
+        yield Session(processes, folder, unfinished)
 
 
 def is_sharded(fsdp: bool) -> bool:

@@ -84,7 +84,9 @@ class Family:
         entries = config.to_dict()
         for name in ("model_type", "architectures", "transformers_version", "auto_map"):
             entries.pop(name, None)
-        return self.config_with(layouts, **(entries | changes))
+        folded = self.config_with(layouts, **(entries | changes))
+        folded._name_or_path = ""
+        return folded
 
     def attentions(self, model: Any) -> list[Any]:
         """The attention module of every layer of ``model`` (causal-LM or base), in order."""

@@ -12,7 +12,7 @@ from helpers import llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvfold.text import generated as written
+from kvfold.text import generated
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -22,13 +22,13 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 def written_text(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What models write themselves is kept for these tests only."""
     folder = tmp_path_factory.mktemp("written")
-    written.cache_folder = lambda: folder
+    generated.cache_folder = lambda: folder
 
 
-@pytest.fixture(autouse=True)
-def caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text is packed anew in each test: nothing of other runs is found, and nothing is left."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+@pytest.fixture
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is packed anew in the test that asks for this: nothing of other runs is found, and nothing is left."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

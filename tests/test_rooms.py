@@ -19,9 +19,9 @@ BELOW = {
 }
 
 
-def imported_rooms(path: Path) -> set[str]:
+def imported_rooms(path: Path, root: Path = ROOT) -> set[str]:
     """The folders that a module imports from, other than its own."""
-    module = path.relative_to(ROOT).parts[:-1]
+    module = path.relative_to(root).parts[:-1]
     rooms = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
@@ -45,14 +45,13 @@ def test_imports_point_downward(room: str) -> None:
     assert {path: rooms for path, rooms in upward.items() if rooms} == {}
 
 
-def test_imports_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+def test_imports_are_seen(tmp_path: Path) -> None:
     module = tmp_path / "convert" / "methods" / "some.py"
     module.parent.mkdir(parents=True)
     module.write_text(
         "from ...finetune.loss import x\nfrom ... import cli\nfrom ..options import y\nimport kvfold.text.mixture\n"
     )
-    assert imported_rooms(module) == {"finetune", "cli", "text"}
+    assert imported_rooms(module, tmp_path) == {"finetune", "cli", "text"}
 
 
 def test_no_two_modules_share_a_name() -> None:

@@ -22,7 +22,7 @@ from kvfold.analysis.redundancy import analyze
 from kvfold.analysis.report import Section, Table, write_report
 from kvfold.cli import main
 from kvfold.model import FoldedLayout, KvfoldError, family_of
-from kvfold.text import sources as text_module
+from kvfold.text import sources
 from kvfold.text.sources import CALIBRATE, EVALUATE, TextSource, python_manual
 
 
@@ -200,7 +200,7 @@ def test_analyze_writes_tables_and_plots(
 
 
 def test_large_text_files_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_module, "TXT_PIECE", 100)
+    monkeypatch.setattr(sources, "TXT_PIECE", 100)
     lines = [f"Line {number} of é {'x' * (number % 70)}\n" for number in range(40)]
     path = tmp_path / "large.txt"
     path.write_text("".join(lines) + "the end", encoding="utf-8")

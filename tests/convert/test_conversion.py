@@ -14,7 +14,7 @@ from helpers import llama, mistral, randomize, relative
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from kvfold.analysis.divergence import divergences
-from kvfold.convert import calibration as reading
+from kvfold.convert import calibration
 from kvfold.convert.conversion import convert
 from kvfold.convert.methods.registry import METHODS
 from kvfold.convert.options import ConvertOptions, cache_dtype, rounding_noise
@@ -74,7 +74,7 @@ def test_text_by_default(run: Any, source: Path, tmp_path: Path, monkeypatch: py
     (chatty / "chat_template.jinja").write_text("{{ raise_exception('a system message comes first') }}")
     assert run(chatty, calibrate=())[1].calibration["texts"] == ["docs", "self"]
     assert "chat" in asked
-    monkeypatch.setattr(reading, "_free_memory", lambda device: 1000)
+    monkeypatch.setattr(calibration, "_free_memory", lambda device: 1000)
     assert run(chatty, calibrate=())[1].calibration["texts"] == ["docs"]
 
 

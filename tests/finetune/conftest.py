@@ -13,6 +13,11 @@ from kvfold.convert.options import ConvertOptions
 from kvfold.finetune.uptrain_options import UptrainOptions
 
 
+@pytest.fixture(autouse=True)
+def packed_anew(caches: None) -> None:
+    """No training finds text that another one has packed."""
+
+
 @pytest.fixture(scope="session")
 def folded(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
     """The random Llama at half its cache, folded without regard to text, so that there is much to learn."""

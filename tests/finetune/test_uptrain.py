@@ -29,7 +29,7 @@ from kvfold.finetune.training import Moment, last_checkpoint, write_course
 from kvfold.finetune.uptrain import NoGain, tokens_seen, uptrain
 from kvfold.finetune.uptrain_options import UptrainOptions
 from kvfold.model import KvfoldError
-from kvfold.text import generated as written
+from kvfold.text import generated
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ def test_other_losses(folded: Path, tmp_path: Path, options: Any, loss: str) -> 
 def test_text_that_the_source_writes(folded: Path, tmp_path: Path, options: Any) -> None:
     result = uptrain(str(folded), str(tmp_path / "out"), options(texts=("self",)))
     assert result is not None
-    assert list((written.cache_folder() / "written").glob("*-self-0/*.safetensors"))
+    assert list((generated.cache_folder() / "written").glob("*-self-0/*.safetensors"))
 
 
 def test_what_a_model_has_seen_is_told_by_its_recipe(folded: Path) -> None:

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from kvfold.analysis.perplexity import cache_bytes_per_token
 from kvfold.finetune.sizes import figures, model_config, new_model, size_named
 from kvfold.model import VARIANTS, FoldedAttention, FoldedLayout, KvfoldError, VariantAttention, variant_named
-from kvfold.model.family import FORMAT
 from kvfold.model.qkv_gpt2 import QKV_GPT2, QkvGPT2Config
 
 NAMES = list(VARIANTS)
@@ -237,12 +236,8 @@ def _config(name: str, heads: int) -> Any:
     """The config of the small model of a variant, in the format that a training writes."""
     if not VARIANTS[name].folded:
         return study_model(name, num_key_value_heads=heads).config
-    entries = study_model("qkv").config.to_dict()
-    for key in ("model_type", "architectures", "transformers_version", "num_key_value_heads"):
-        entries.pop(key, None)
     layout = FoldedLayout(8 * heads, heads, heads, span="head", key_span="head")
-    kvfold = {"format": FORMAT, "layers": [layout.to_dict()] * 3}
-    return QKV_GPT2.config_class(**entries, num_key_value_heads=heads, kvfold=kvfold)
+    return QKV_GPT2.folded_config(study_model("qkv").config, [layout] * 3, num_key_value_heads=heads)
 
 
 def test_configs_of_sizes_make_models() -> None:

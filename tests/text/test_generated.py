@@ -12,7 +12,7 @@ from helpers import llama
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvfold.model import KvfoldError
-from kvfold.text import generated as written
+from kvfold.text import generated
 from kvfold.text.generated import WRITTEN, Writer, write_chats, write_text
 from kvfold.text.mixture import mixed_tokens, named_texts
 
@@ -105,7 +105,7 @@ def test_what_was_written_is_kept(tokenizer: Any, chatty: Any, monkeypatch: pyte
     never = Writer(lambda: pytest.fail("loaded"), chatty, 1, "this one")
     assert never.documents("chat", 150) == first
     assert never.documents("chat", 20) == first[:6]
-    monkeypatch.setattr(written, "cache_folder", lambda: Path("/proc/no/such"))
+    monkeypatch.setattr(generated, "cache_folder", lambda: Path("/proc/no/such"))
     assert Writer(llama, chatty, 1, "this one").documents("chat", 150) == first
     monkeypatch.undo()
     monkeypatch.setitem(WRITTEN, "chat", short)

@@ -17,6 +17,8 @@ from kvfold.text.mixture import WeightedText
 from kvfold.text.packing import HELD_OUT_MOST, IGNORED, Packing, collate, packed_texts
 from kvfold.text.sources import CALIBRATE, EVALUATE, TextSource
 
+pytestmark = pytest.mark.usefixtures("caches")
+
 
 def write_rows(path: Path, documents: list[str]) -> str:
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))

@@ -21,6 +21,8 @@ from kvfold.text.prepare import PrepareOptions, prepare
 from kvfold.text.token_shards import TOKENIZER, Index, Sequences, write_shard
 from kvfold.text.tokenizers import named_tokenizer
 
+pytestmark = pytest.mark.usefixtures("caches")
+
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
